@@ -89,7 +89,7 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
 
     Raises:
         ValueError: On every rank alike, if any rank's options are invalid or two ranks' differ, or
-            if a rank starts a group of another backend.
+            if a rank creates a group of another backend.
     """
     options = Options()
     try:
@@ -100,12 +100,12 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         mine = {"error": str(error)}
 
     def other_backend(call: CollectiveCall, absent: list[int]) -> str:
-        # A gloo group started instead of this one stores its address under this key.
+        # A gloo group created instead of this one stores its address under this key.
         gloo = [rank for rank in absent if dist_options.store.check([f"0/{rank}"])]
         return (
-            f"{call.names_of(gloo)} started a gloo group where "
-            f"{call.names_of([call.rank])} starts a powersgd group: all ranks must name the "
-            "same backends"
+            f"{call.names_of(gloo)} created a gloo process group and "
+            f"{call.names_of([call.rank])} a powersgd one: pass the same backend to "
+            "init_process_group on all ranks"
             if gloo
             else ""
         )
@@ -114,7 +114,7 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         PrefixStore("options", store),
         dist_options.group_rank,
         dist_options.global_ranks_in_group or range(dist_options.group_size),
-        "started a powersgd group",
+        "created a powersgd process group",
         dist_options.timeout,
         other_backend,
     )
@@ -136,12 +136,12 @@ def compare_options(everyone: list[dict[str, Any]]) -> str:
                 continue
             if name == "kernels":
                 return (
-                    "the kernels of a powersgd group must be the same on all ranks: kernels is "
-                    f"{first!r} on rank 0 and {value!r} on rank {rank}. Use one version of "
-                    "torch_powersgd and one kind of device"
+                    "all ranks of a powersgd group must run the same kernels: rank 0 has "
+                    f"{first!r}, rank {rank} has {value!r}. Install one version of torch_powersgd "
+                    "everywhere, and use one type of device"
                 )
             return (
-                f"the options of a powersgd group must be equal on all ranks: {name} is "
+                f"the options of a powersgd group must be the same on all ranks: {name} is "
                 f"{first!r} on rank 0 and {value!r} on rank {rank}"
             )
     return ""

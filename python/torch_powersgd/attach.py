@@ -122,21 +122,22 @@ def _announce(compression: Compression) -> None:
     """Logs what is compressed, what a step sends, and at which step compression starts."""
     group, options = compression.group, compression.options
     if group.size() == 1:
-        log.notice("attached; the group has one process, so nothing is sent")
+        log.notice("attached, but the group has only one process, so there is nothing to send")
         return
     if options.scope == "never":
-        log.notice("attached; scope='never' compresses nothing")
+        log.notice("attached, but scope='never' compresses nothing")
         return
     rank, rate = options.matrix_approximation_rank, options.min_compression_rate
     outline = compression._reducer.states.outline()
     if outline.compressed_parameters == 0:
         log.warning(
-            f"no parameter is compressed at matrix_approximation_rank={rank}: the factors of none "
-            f"are smaller than the gradient by min_compression_rate={rate:g}. Use a lower rank"
+            f"no parameter is compressed: with matrix_approximation_rank={rank}, no parameter's "
+            f"factors are min_compression_rate={rate:g} times smaller than its gradient. Use a "
+            "lower rank"
         )
         return
     on_one_host = (
-        "; all processes are on this host, where plain averaging may be as fast"
+        "; all processes run on this host, where plain all-reduce may be just as fast"
         if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
         else ""
     )

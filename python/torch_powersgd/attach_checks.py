@@ -144,7 +144,8 @@ def _propose(
         raise ValueError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
     if scaler is not None and isinstance(target, NamedTensors):
         raise ValueError(
-            "attach takes a scaler only with a module; for tensors, set compression.grad_scale"
+            "attach takes a scaler only with a module; with tensors, set compression.grad_scale "
+            "instead"
         )
     gradients = target.gradients()
     if not gradients:
@@ -155,16 +156,19 @@ def _propose(
         options = lay_over(base, given, "options of attach")
         return Proposal(backend, options, gradients, target.place())
     if previous.reducer is None:
-        raise ValueError(f"previous has ended: {previous.ended}")
+        raise ValueError(f"previous can no longer be used: {previous.ended}")
     options = Options._from_core(previous.reducer.states.options)
     if lay_over(options, given, "options of attach") != options:
-        raise ValueError("with previous, the options must be its own, or left out")
+        raise ValueError(
+            "attach(previous=...) keeps the options of previous: leave options out. To change "
+            "them, use state_dict and load_state_dict"
+        )
     proposal = Proposal(backend, options, gradients, target.place())
     if differing := _first_difference(previous.described, proposal.described):
         before, now = differing
         raise ValueError(
-            "the gradients must be those of previous, in one order: there is "
-            f"{before} in previous and {now} now"
+            f"previous must have the same parameters in the same order, but it has {before} where "
+            f"this module has {now}. To attach a changed model, use state_dict and load_state_dict"
         )
     return proposal
 
@@ -182,8 +186,8 @@ def _compare_gradients(everyone: list[list[str]]) -> str:
         if differing := _first_difference(everyone[0], gradients):
             first, mine = differing
             return (
-                "the gradients must be the same on all ranks, in one order: there is "
-                f"{first} on rank 0 and {mine} on rank {rank}"
+                "all ranks must attach the same parameters in the same order, but rank 0 has "
+                f"{first} where rank {rank} has {mine}"
             )
     return ""
 
@@ -199,14 +203,14 @@ def _backend_of(group: dist.ProcessGroup, device: torch.device) -> _C.BackendPow
         name = f"{device.type}:powersgd"
         raise ValueError(
             f"attach needs a process group with the powersgd backend for {device.type}; this one "
-            f'has {group._get_backend(device).name()!r}. Use init_process_group("{name}") before '
-            "anything else makes the group (Accelerator, Trainer), or for a dimension of a mesh "
-            f'init_device_mesh(..., backend_override={{"replicate": "{name}"}})'
+            f'has {group._get_backend(device).name()!r}. Call init_process_group("{name}") before '
+            "Accelerator, Trainer or anything else creates the group; for a dimension of a device "
+            f'mesh, init_device_mesh(..., backend_override={{"replicate": "{name}"}})'
         )
     if not _C.has_kernels(device.type):
         raise ValueError(
-            f"this build of torch_powersgd has no kernels for {device.type}: build it again with "
-            "the CUDA toolkit at hand (CUDA_HOME) and POWERSGD_BUILD_CUDA=1, which says what is "
-            "missing"
+            f"torch_powersgd was built without kernels for {device.type}: rebuild it with "
+            "POWERSGD_BUILD_CUDA=1, which reports what is missing (set CUDA_HOME to the CUDA "
+            "toolkit)"
         )
     return backend

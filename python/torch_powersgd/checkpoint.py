@@ -109,17 +109,20 @@ def compare(everyone: list[dict[str, Any]]) -> str:
     first = everyone[0]
     for rank, mine in enumerate(everyone):
         if mine["names"] != first["names"]:
-            return f"the modules that load on rank 0 and on rank {rank} have other parameters"
+            return (
+                f"all ranks must load the state of the same module, but rank 0 and rank {rank} "
+                "load modules with different parameters"
+            )
         if (mine["step"], mine["per_rank"]) != (first["step"], first["per_rank"]):
             return (
-                f"the checkpoints must be of one step and kind, got step {first['step']} on rank 0 "
-                f"and {mine['step']} on rank {rank}, per_rank {first['per_rank']} and "
-                f"{mine['per_rank']}"
+                "all ranks must load a checkpoint of the same step and kind, but rank 0 has step "
+                f"{first['step']}, per_rank={first['per_rank']}, and rank {rank} has step "
+                f"{mine['step']}, per_rank={mine['per_rank']}"
             )
         if mine["content"] != first["content"]:
             return (
-                f"a checkpoint made without per_rank must be the same on all ranks: that of rank "
-                f"{rank} differs from rank 0's"
+                "a checkpoint saved without per_rank must be the same on all ranks, but rank "
+                f"{rank}'s differs from rank 0's"
             )
     return ""
 

@@ -59,8 +59,8 @@ def own_state(state: Any, keys: dict[bool, str]) -> dict[str, Any]:
     if has_parts or (keys[False] and "version" in state):
         raise ValueError(
             f"the checkpoint must have the part {' or '.join(map(repr, wanted))}, got "
-            f"{shown(sorted(map(str, state)))}: without per_rank it can be loaded on any number of "
-            "processes that hold the same shards"
+            f"{shown(sorted(map(str, state)))}. Saved without per_rank, it can be loaded by any "
+            "number of processes that hold the same shards"
         )
     return _checked_form(state)
 
@@ -80,7 +80,9 @@ def read(state: dict[str, Any]) -> Saved:
         )
     for name in parameters:
         if not isinstance(name, str) or not is_unicode(name):
-            raise ValueError(f"the checkpoint's parameter {shown(name)} must have a name of text")
+            raise ValueError(
+                f"parameter names in the checkpoint must be strings, got {shown(name)}"
+            )
     if not isinstance(state["per_rank"], bool):
         raise ValueError(
             f"per_rank of the checkpoint must be True or False, got {shown(state['per_rank'])}"
@@ -124,8 +126,8 @@ def _checked_form(state: Any) -> dict[str, Any]:
         raise ValueError(f"the checkpoint must be a dict, got {type(state).__name__}")
     if "version" not in state:
         raise ValueError(
-            "the checkpoint has no version: it must be what Compression.state_dict returned, and "
-            f"not a module's state; it has {shown(sorted(map(str, state))[:5])}"
+            "the checkpoint must be what Compression.state_dict() returned, but it has no version; "
+            f"its keys are {shown(sorted(map(str, state))[:5])}. Is it the state of the model?"
         )
     version = state["version"]
     if type(version) is not int or version != VERSION:
@@ -168,20 +170,21 @@ def _check_tensor(place: str, value: Any, grad_scale: float) -> None:
         raise ValueError(f"{place} must be a tensor, got {type(value).__name__}")
     if not _is_plain(value):
         raise ValueError(
-            f"{place} must be a dense tensor of floating-point numbers, got {_description(value)}"
+            f"{place} must be a dense floating-point tensor, got {_description(value)}"
         )
     # An expanded tensor's elements are not all in memory, and may not fit.
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         raise ValueError(
-            f"{place} must be a tensor that holds all of its elements, got {_description(value)}"
+            f"{place} must be a tensor with storage for all of its elements, got "
+            f"{_description(value)}"
         )
     largest = _largest(value)
     if not largest <= _LARGEST:
         raise ValueError(f"{place} must be finite in float32, got {largest:g}")
     if largest / grad_scale > _LARGEST:
         raise ValueError(
-            f"{place} must be finite in float32 over its grad_scale, {grad_scale:g}, got "
-            f"{largest:g}"
+            f"{place} must be finite in float32 after division by its grad_scale, "
+            f"{grad_scale:g}, got {largest:g}"
         )
 
 

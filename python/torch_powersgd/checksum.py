@@ -46,8 +46,8 @@ def check(state: dict[str, Any]) -> int:
 def _compare(what: str, part: dict[str, Any], found: int) -> None:
     if KEY in part and part[KEY] != found:
         raise ValueError(
-            f"{what} does not match its crc32: the file is damaged, or the state was changed after "
-            "it was saved. A part without crc32 is not compared"
+            f"{what} does not match its crc32: the file is damaged, or the state was edited after "
+            "it was saved. To load an edited state, delete that crc32"
         )
 
 

@@ -65,7 +65,7 @@ class Compression(Stateful):
         self._module: ref[torch.nn.Module] | None = None
         self._tensors: _C.NamedTensors | None = None
         self._shard = target.shard(group)
-        self._ended = "its module is gone"
+        self._ended = "its module no longer exists"
         module = target.module
         if module is None:
             self._tensors = _C.NamedTensors(reducer, BUCKET_BYTES)
@@ -83,7 +83,7 @@ class Compression(Stateful):
     @property
     def _reducer(self) -> _C.BucketReducer:
         if self._attached is None:
-            raise ValueError(f"this compression has ended: {self._ended}")
+            raise ValueError(f"this compression can no longer be used: {self._ended}")
         return self._attached
 
     def _let_go(self) -> None:
@@ -122,7 +122,7 @@ class Compression(Stateful):
         """
         reducer, ddp = self._reducer, self._ddp
         if ddp is None:
-            raise ValueError("only a compression of a DDP module has a comm_hook")
+            raise ValueError("comm_hook is only for a DDP module")
         return python_hook(ddp, reducer)
 
     def all_reduce(self, tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dist.Work:
@@ -142,16 +142,16 @@ class Compression(Stateful):
         names = self._reducer.states.names
         if self._tensors is None:
             raise ValueError(
-                "all_reduce is for tensors that were attached by name; the gradients of a module "
-                "are averaged in its backward pass"
+                "all_reduce is for tensors that were attached by name; a module's gradients are "
+                "averaged in its backward pass"
             )
         if isinstance(tensors, Mapping):
             known = set(names)
             unknown = [name for name in tensors if name not in known]
             missing = [name for name in names if name not in tensors]
             if unknown or missing:
-                what = f"lack {missing[0]!r}" if missing else f"have {unknown[0]!r}, which is new"
-                raise ValueError(f"the tensors of all_reduce must be those of attach: they {what}")
+                what = f"{missing[0]!r} is missing" if missing else f"{unknown[0]!r} was not"
+                raise ValueError(f"all_reduce takes the tensors that were attached: {what}")
             tensors = [tensors[name] for name in names]
         for name, tensor in zip(names, tensors, strict=False):  # the core checks the number
             if not isinstance(tensor, torch.Tensor):
@@ -268,7 +268,7 @@ class Compression(Stateful):
         loaded = self._load(state_dict)
         if self._speaks:
             log.notice(
-                f"the state of step {loaded.step} is loaded, with the residuals of "
+                f"loaded the state of step {loaded.step}, with the residuals of "
                 f"{loaded.parameters} parameters"
             )
 
@@ -373,7 +373,7 @@ class Compression(Stateful):
 
     def _hand_over(self) -> None:
         """Ends, because another compression has taken over the reducer's states."""
-        self._ended = "another compression has taken it over as previous"
+        self._ended = "it was passed to attach as previous"
         self._end()
 
     def _end(self) -> None:

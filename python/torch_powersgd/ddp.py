@@ -17,32 +17,33 @@ from torch_powersgd._core import _C
 Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-ATTACHED_ALREADY = (
-    "this module is attached already: use what attach returned, or call its detach() first"
+ALREADY_ATTACHED = (
+    "this module is already attached: use the Compression that attach returned, or call its "
+    "detach() first"
 )
 
 
 def check_module(ddp: DistributedDataParallel) -> None:
     """Raises a ValueError if a hook cannot reduce the module's gradients."""
     if _C.is_attached(ddp.reducer):
-        raise ValueError(ATTACHED_ALREADY)
+        raise ValueError(ALREADY_ATTACHED)
     if ddp.mixed_precision is not None:
         raise ValueError(
-            "attach does not work with DDP's own mixed_precision, which takes the one hook that "
-            "DDP has; use torch.autocast instead"
+            "attach does not work with DDP's mixed_precision, which uses DDP's only communication "
+            "hook; use torch.autocast instead"
         )
     if getattr(ddp, "_use_python_reducer", False):
         raise ValueError(
-            "attach does not work with torch._dynamo.config.optimize_ddp = 'python_reducer', with "
-            "which DDP reduces without its reducer and calls no C++ hook; use True, the default"
+            "attach does not work with torch._dynamo.config.optimize_ddp='python_reducer', which "
+            "bypasses DDP's communication hooks; use True, the default"
         )
 
     if any(
         hasattr(parameter, "_in_backward_optimizers") for _, parameter in named_parameters_of(ddp)
     ):
         raise ValueError(
-            "attach does not work with optimizers in backward (_apply_optimizer_in_backward), for "
-            "which DDP takes the one hook that it has; call optimizer.step() after backward"
+            "attach does not work with _apply_optimizer_in_backward, which uses DDP's only "
+            "communication hook; call optimizer.step() after backward instead"
         )
 
     if error := conversion_error(ddp):
@@ -61,8 +62,8 @@ def conversion_error(ddp: DistributedDataParallel) -> str:
     names = (f"'{name}'" for name, parameter in named_parameters_of(ddp) if parameter is lost)
     return (
         f"{next(names, 'a parameter')} was converted to another dtype or device after DDP wrapped "
-        "the module, so that DDP no longer averages its gradients, and the ranks drift apart. "
-        "Convert the module first (half(), to()), then wrap and attach it"
+        "the module, so DDP no longer averages its gradients and the ranks drift apart. Convert "
+        "the module first (half(), to()), then wrap and attach it"
     )
 
 
@@ -98,7 +99,7 @@ def refuse_second_hook() -> Iterator[None]:
         if "register_comm_hook" not in str(error):
             raise
         raise ValueError(
-            "this DDP module has a communication hook already; it takes only one"
+            "this DDP module already has a communication hook, and DDP allows only one"
         ) from error
 
 

@@ -27,14 +27,14 @@ def group_of(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.Proces
     if own is not None:
         if group is not None and group is not own:
             raise ValueError(
-                "group must be left out, or be that of the replicas in this module's own mesh"
+                "group must be left out or be the replicas' group of this module's own mesh"
             )
         return own
     if group is not None:
         return group
     check_module(module)
     raise ValueError(
-        "attach needs the group of the replicas of a module that FSDP2 has sharded: "
+        "attach needs the replicas' process group for an FSDP2 module: "
         'attach(module, group=mesh.get_group("replicate"))'
     )
 
@@ -50,8 +50,8 @@ def check_module(module: FSDPModule) -> None:
     check_units(module)
     if own_replicas(module) is None and place_of(module)["of"] == dist.get_world_size():
         raise ValueError(
-            "this module is sharded over all ranks and has no replicas: FSDP2 does not all-reduce "
-            "its gradients, so there is nothing to compress"
+            "this module is sharded over all ranks and has no replicas, so FSDP2 all-reduces no "
+            "gradients and there is nothing to compress"
         )
 
 
@@ -61,9 +61,13 @@ def check_units(module: FSDPModule) -> None:
     for unit in units_of(module):
         groups = groups_of(unit)
         if len(groups) > 1:
-            raise ValueError("attach does not work with parameters of one module on several meshes")
+            raise ValueError(
+                "attach does not work with a module whose parameters are on several meshes"
+            )
         if _replicas_of(groups[0]) is not own:
-            raise ValueError("attach does not work with units of several groups of replicas")
+            raise ValueError(
+                "attach does not work with FSDP2 units that have different groups of replicas"
+            )
 
 
 def parameters_of(module: FSDPModule) -> dict[str, torch.Tensor]:
@@ -104,10 +108,10 @@ def compare_places(everyone: list[dict[str, Any]]) -> str:
     for rank, place in enumerate(everyone):
         if place != everyone[0]:
             return (
-                "group must be the replicas of this module: ranks that hold the same shard. Rank 0 "
-                f"of the given group holds shard {everyone[0]['coordinate']} and rank {rank} holds "
-                f"shard {place['coordinate']}. Pass the group of the other dimension of the mesh, "
-                'such as mesh.get_group("replicate")'
+                "group must be the replicas of this module, the ranks that hold the same shard, "
+                f"but its rank 0 holds shard {everyone[0]['coordinate']} and its rank {rank} holds "
+                f"shard {place['coordinate']}. Pass the group of the other mesh dimension, such as "
+                'mesh.get_group("replicate")'
             )
     return ""
 

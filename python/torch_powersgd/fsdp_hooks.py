@@ -16,7 +16,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd._core import _C
-from torch_powersgd.ddp import ATTACHED_ALREADY
+from torch_powersgd.ddp import ALREADY_ATTACHED
 from torch_powersgd.fsdp import groups_of, only_subset, own_replicas, packed, trainable, units_of
 
 
@@ -42,9 +42,9 @@ def check_hooks(module: FSDPModule) -> None:
         hook = group._reduce_scatter_comm if native else group._all_reduce_hook
         if isinstance(hook, (_AllReduce, _Announcer)):
             if not hook.unit.reducer.detached:
-                raise ValueError(ATTACHED_ALREADY)
+                raise ValueError(ALREADY_ATTACHED)
         elif hook is not None and not native:
-            raise ValueError("an all-reduce hook of this FSDP2 module is set already")
+            raise ValueError("this FSDP2 module already has an all-reduce hook")
 
 
 class _Unit:

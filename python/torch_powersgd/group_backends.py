@@ -38,6 +38,20 @@ def served_device_types(name: str) -> list[str]:
     return device_types()
 
 
+def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Returns the group, or the default group for None. It raises a ValueError if it is neither."""
+    group = group if group is not None else dist.group.WORLD
+    if group is None:
+        raise ValueError(
+            "there is no process group: call torch.distributed.init_process_group first"
+        )
+    if not isinstance(group, dist.ProcessGroup):  # torch returns -100 on ranks outside the group.
+        raise ValueError(
+            f"group must be a process group that this process belongs to, got {shown(group)}"
+        )
+    return group
+
+
 def find_backend(
     group: dist.ProcessGroup | None, device: torch.device
 ) -> _C.BackendPowerSGD | None:
@@ -45,15 +59,8 @@ def find_backend(
 
     A group of None is the default group.
     """
-    group = group if group is not None else dist.group.WORLD
-    if group is None:
-        raise ValueError("there is no process group: call torch.distributed.init_process_group")
-    if not isinstance(group, dist.ProcessGroup):  # torch returns -100 on ranks outside the group.
-        raise ValueError(
-            f"group must be a process group that this process is in, got {shown(group)}"
-        )
     try:
-        backend = group._get_backend(device)
+        backend = group_or_default(group)._get_backend(device)
     except RuntimeError:  # No backend serves this type of device.
         return None
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend in one that checks the calls.
@@ -69,8 +76,8 @@ def check_alive(group: dist.ProcessGroup) -> None:
     backends = (find_backend(group, torch.device(device)) for device in device_types())
     if any(backend is not None and backend.ended for backend in backends):
         raise ValueError(
-            "the process group of this module was destroyed or aborted: make another group, wrap "
-            "the module with it, and attach the new wrapper"
+            "the process group of this module was destroyed or aborted: create a new group, wrap "
+            "the module in DDP again, and attach the new wrapper"
         )
 
 

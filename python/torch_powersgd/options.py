@@ -119,9 +119,7 @@ class Options:
             try:
                 setattr(core, name, value)
             except TypeError:  # The value is out of the C++ type's range.
-                raise ValueError(
-                    f"{name} must be an integer of 64 bits, got {shown(value)}"
-                ) from None
+                raise ValueError(f"{name} must be a 64-bit integer, got {shown(value)}") from None
             except ValueError as error:  # The value names no scope or dtype.
                 text = cut(str(error))
                 raise ValueError(text if text.startswith(name) else f"{name}: {text}") from None
@@ -233,7 +231,7 @@ def lay_over(base: Options, given: object, source: str) -> Options:
         return given
     if not isinstance(given, Mapping):
         raise ValueError(
-            f"{source} must be torch_powersgd.Options or a mapping of some of its fields, got "
+            f"{source} must be torch_powersgd.Options or a mapping of option names to values, got "
             f"{type(given).__name__}"
         )
     for name in given:

@@ -39,8 +39,8 @@ def apply() -> None:
     ports = allowed()
     if not _C.listen_within(*((ports[0], ports[-1]) if ports else (0, 0))):
         raise ValueError(
-            "POWERSGD_PORTS has no effect on this build of torch: unset it, and set the sysctl "
-            "net.ipv4.ip_local_port_range"
+            "POWERSGD_PORTS does not work with this build of torch: unset it, and set the sysctl "
+            "net.ipv4.ip_local_port_range instead"
         )
 
 
@@ -57,8 +57,8 @@ def named() -> Iterator[None]:
         if ports is None or any(map(_is_free, ports)):
             raise
         raise RuntimeError(
-            f"no port of POWERSGD_PORTS={os.environ[VARIABLE]} is free on this host: each process "
-            "listens on several, so allow more"
+            f"no port in POWERSGD_PORTS={os.environ[VARIABLE]} is free on this host: each process "
+            "listens on several, so use a wider range"
         ) from error
 
 

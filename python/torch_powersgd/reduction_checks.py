@@ -84,9 +84,9 @@ class _Check:
             self.first = None
             name = type(getattr(module, "module", module)).__name__
             log.warning(
-                f"the gradients of {name} were not averaged in {INTERVAL} steps of its optimizer, "
-                "so the ranks drift apart. Compute the loss with the wrapper (ddp) and not "
-                "with the module inside of it (ddp.module), and leave no_sync() before a step"
+                f"the gradients of {name} were not averaged in {INTERVAL} optimizer steps, so the "
+                "ranks drift apart. Compute the loss with the wrapper (ddp) rather than "
+                "ddp.module, and leave no_sync() before each step"
             )
 
     def _holds(self, optimizer: Optimizer) -> bool:
@@ -109,9 +109,9 @@ class _Check:
             shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
             shown += ", ..." if len(names) > _SHOWN else ""
             log.warning(
-                f"DDP does not average the gradients of {shown}, so the ranks drift apart: "
-                "they were frozen, or were not there, when DDP wrapped the module. Wrap it again "
-                "and attach the new wrapper"
+                f"DDP does not average the gradients of {shown}, so the ranks drift apart: they "
+                "were frozen or missing when DDP wrapped the module. Wrap it again and attach the "
+                "new wrapper"
             )
 
 

@@ -28,7 +28,7 @@ def scope(scope: str) -> Iterator[None]:
         ValueError: If ``scope`` is anything else.
     """
     if not isinstance(scope, str) or scope not in _SCOPES:
-        raise ValueError(f"scope must be 'always' or 'never' in a block, got {shown(scope)}")
+        raise ValueError(f"scope must be 'always' or 'never', got {shown(scope)}")
     _C.push_override(_SCOPES[scope])
     try:
         yield

@@ -138,7 +138,7 @@ class CollectiveCall:
             if late and not named:
                 named = True
                 me = self.names_of([self.rank])
-                log.warning(f"{self._without(late)}; {me} waits")
+                log.warning(f"{self._without(late)}; {me} is waiting")
             reason = self.explain(self, late) if late else ""
             seconds = self.timeout.total_seconds()
             if not reason and time.monotonic() - start > seconds:

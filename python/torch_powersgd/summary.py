@@ -28,7 +28,7 @@ def summary(reducer: _C.BucketReducer, group: dist.ProcessGroup, options: Option
         f"{wire}, from step {options.start_powerSGD_iter} on"
     ]
     if counts["steps"] == 0:
-        return "\n  ".join([*lines, f"step {states.step}: nothing was reduced so far"])
+        return "\n  ".join([*lines, f"step {states.step}: nothing has been reduced yet"])
     before, after = counts["bytes_before"], counts["bytes_after"]
     whole, packed = counts["compressed_bytes_before"], counts["compressed_bytes_after"]
     fewer = f"{ratio(before, after):.1f} x fewer"
@@ -57,4 +57,4 @@ def _benefit(counts: dict[str, Any], size: int) -> list[str]:
     if seconds <= 0 or saved <= 0:
         return []
     gigabits = 8e-9 * saved * 2 * (size - 1) / size / seconds
-    return [f"by the time of its stages, it pays on links below about {gigabits:.1f} Gbit/s"]
+    return [f"judging by its stage times, it pays on links slower than about {gigabits:.1f} Gbit/s"]

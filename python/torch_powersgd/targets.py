@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import ddp, fsdp, fsdp_hooks
 from torch_powersgd._core import _C
+from torch_powersgd.group_backends import group_or_default
 from torch_powersgd.option_values import is_unicode, shown
 from torch_powersgd.store_agreement import global_ranks
 
@@ -67,8 +68,8 @@ def target_of(given: object) -> Target:
     if isinstance(given, Mapping):
         return NamedTensors(given)
     raise ValueError(
-        "attach takes a DistributedDataParallel module, one that fully_shard or replicate was "
-        f"called with, or a dict of tensors by name, got {type(given).__name__}"
+        "attach takes a DistributedDataParallel module, a module that fully_shard or replicate was "
+        f"called with, or a dict of named tensors, got {type(given).__name__}"
     )
 
 
@@ -76,8 +77,8 @@ class DdpTarget(Target):
     """The buckets of a DDP module."""
 
     nothing = (
-        "this module shows no trainable parameters; a tensor-parallel one in DDP has none from its "
-        "first forward pass on: attach it before"
+        "this module shows no trainable parameters. A tensor-parallel module in DDP hides them "
+        "from its first forward pass on: attach it before that"
     )
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -86,7 +87,7 @@ class DdpTarget(Target):
     def group(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
         own: dist.ProcessGroup = self.module.process_group
         if given is not None and given is not own:
-            raise ValueError("attach takes no group with a DDP module, which has its own")
+            raise ValueError("leave group out: a DDP module has its own process group")
         return own
 
     def check(self) -> None:
@@ -165,24 +166,17 @@ class NamedTensors(Target):
         self.meshes = [t.device_mesh for t in tensors.values() if isinstance(t, DTensor)]
 
     def group(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        group = given if given is not None else dist.group.WORLD
-        if group is None:
-            raise ValueError("there is no process group: call torch.distributed.init_process_group")
-        if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(
-                f"group must be a process group that this process is in, got {shown(given)}"
-            )
-        return group
+        return group_or_default(given)
 
     def check(self) -> None:
         for name, tensor in self.tensors.items():
             if not isinstance(name, str) or not is_unicode(name):
-                raise ValueError(f"the names of tensors must be text, got {shown(name)}")
+                raise ValueError(f"tensor names must be strings, got {shown(name)}")
             if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
                 kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 raise ValueError(f"{name!r} must be a dense tensor, got {kind}")
             if not (tensor.is_floating_point() or tensor.is_complex()):
-                raise ValueError(f"{name!r} must be floating or complex, got {tensor.dtype}")
+                raise ValueError(f"{name!r} must be floating-point or complex, got {tensor.dtype}")
 
     def parameters(self) -> dict[str, torch.Tensor]:
         # Without memory, because the core would keep the caller's tensors alive.

@@ -52,7 +52,7 @@ def test_every_waiting_rank_names_the_one_that_forgets_attach() -> None:
     outcomes = ranks.outcomes(3, _forgets_attach, options=OPTIONS, op_timeout=4)
     for rank, outcome in enumerate(outcomes[:2]):
         raised, heard = outcome.value
-        assert f"rank 2 has not called attach; rank {rank} waits" in heard
+        assert f"rank 2 has not called attach; rank {rank} is waiting" in heard
         assert "rank 2 has not called attach within 4 seconds" in raised
 
 
@@ -75,8 +75,8 @@ def test_a_rank_that_comes_late_is_waited_for(rank: int) -> None:
             ranks.side_store().wait(["heard"])
             dist.all_reduce(torch.ones(3), group=gloo)
         tp.attach(ddp)
-    waits = "rank 1 has not called attach; rank 0 waits"
-    assert waits in heard.getvalue() if rank == 0 else "waits" not in heard.getvalue()
+    waits = "rank 1 has not called attach; rank 0 is waiting"
+    assert waits in heard.getvalue() if rank == 0 else "waiting" not in heard.getvalue()
     outputs, means = step(ddp, gradients(SHAPES, rank, 0)), mean_gradients(SHAPES, 2, 0)
     assert relative_error(outputs["bias"], means["bias"]) < 1e-6  # the bias is a raw segment
 
@@ -127,7 +127,7 @@ def test_a_rank_that_starts_another_backend_is_named() -> None:
     outcomes = ranks.outcomes(3, _other_backend, backends, backend=None, timeout=30)
     for rank in (0, 1):
         message = outcomes[rank].value
-        assert f"rank 2 started a gloo group where rank {rank} starts a powersgd group" in message
+        assert f"rank 2 created a gloo process group and rank {rank} a powersgd one" in message
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def _options_of_proposal(device: str) -> dict[str, Any]:
 def test_devices_of_two_types_have_other_kernels() -> None:
     message = compare_options([_options_of_proposal(device) for device in ("cpu", "cpu", "meta")])
     version = _C.kernels_version
-    assert f"'cpu {version}' on rank 0 and 'meta {version}' on rank 2" in message
+    assert f"rank 0 has 'cpu {version}', rank 2 has 'meta {version}'" in message
 
 
 @on_ranks(backend=None)

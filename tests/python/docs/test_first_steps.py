@@ -55,7 +55,7 @@ def test_the_minimal_example_prints_what_the_readme_shows(tmp_path: Path) -> Non
     first, second = run_program(MINIMAL, folder=tmp_path)
     assert "torch_powersgd" not in second.stderr
     (said,) = (line for line in first.stderr.splitlines() if line.startswith("torch_powersgd:"))
-    assert f"from step {EXACT_STEPS} on; all processes are on this host" in said
+    assert f"from step {EXACT_STEPS} on; all processes run on this host" in said
     ratio = re.search(r"sent (\S+) times fewer bytes", first.stdout)
     assert ratio, first.stdout
     assert float(ratio[1]) > 40

@@ -180,7 +180,7 @@ def test_a_scope_of_any_value(value: Any) -> None:
     message = message_of(block)
     allowed = isinstance(value, str) and value in ("always", "never")
     assert allowed == (not message)
-    assert allowed or message.startswith("scope must be 'always' or 'never' in a block, got")
+    assert allowed or message.startswith("scope must be 'always' or 'never', got")
 
 
 @FIXED

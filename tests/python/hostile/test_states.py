@@ -159,15 +159,15 @@ def test_a_damaged_state(pool: RankPool, count: int) -> None:
         (("parameters", 0, "residual"), "one row more", "'weights.conv'"),
         (("parameters",), "list", "parameters of the checkpoint must be a dict"),
         (("parameters", 0), "none", "must be a dict, got NoneType"),
-        (("parameters", 0), "renamed", "parameter 5 must have a name of text"),
+        (("parameters", 0), "renamed", "parameter names in the checkpoint must be strings, got 5"),
         (("step",), "minus one", "step of the checkpoint must be an integer from 0"),
         (("grad_scale",), "zero", "grad_scale of the checkpoint must be a finite number > 0"),
         (("grad_scale",), "denormal", "grad_scale of the checkpoint must be at least 2.94e-39"),
         (("parameters", 0, "residual"), "NaN inside", "must be finite"),
-        (("parameters", 0, "residual"), "sparse", "must be a dense tensor"),
+        (("parameters", 0, "residual"), "sparse", "must be a dense floating-point tensor"),
         (("parameters", 0, "q"), "infinity inside", "must be finite in float32, got inf"),
-        (("parameters", 0, "q"), "meta", "must be a dense tensor"),
-        (("parameters", 0, "q"), "claims 2**50 rows", "holds all of its elements"),
+        (("parameters", 0, "q"), "meta", "must be a dense floating-point tensor"),
+        (("parameters", 0, "q"), "claims 2**50 rows", "with storage for all of its elements"),
         (("parameters", 0, "q"), "no rows", "must have 1 to 1024 rows"),
     ],
 )
@@ -190,13 +190,17 @@ def test_numbers_of_a_rank_that_float32_does_not_hold(pool: RankPool, field: str
     # Those that it holds, but not over their scale.
     entry: dict[str, Any] = dict.fromkeys(checkpoint_checks.LOCAL_FIELDS, torch.zeros(3, 2))
     entry |= {field: torch.full((3, 2), -3e38), "grad_scale": 0.5}
-    with pytest.raises(ValueError, match=f"^{field} of .*'w' must be finite .* over its .*, 0.5"):
+    with pytest.raises(
+        ValueError, match=f"^{field} of .*'w' must be finite .* division by its .*, 0.5"
+    ):
         checkpoint_checks.to_local("w", entry)
 
 
 def test_mean_residuals_that_float32_does_not_hold_over_their_scale() -> None:
     entry = {"residual": torch.full((3, 2), -3e38), "q": torch.zeros(1, 2)}
-    with pytest.raises(ValueError, match="^residual of .*'w' must be finite .* over its .*, 0.5"):
+    with pytest.raises(
+        ValueError, match="^residual of .*'w' must be finite .* division by its .*, 0.5"
+    ):
         checkpoint_checks.to_mean("w", entry, checkpoint_checks.Saved(0, 0.5, False, {}))
 
 
@@ -214,7 +218,7 @@ def test_ranks_with_different_states_are_refused(
 ) -> None:
     for kind, message in pool.call("load", Damage(place, value, 1), False, None):
         assert kind == "ValueError"
-        assert "must be the same on all ranks: that of rank 1 differs from rank 0's" in message
+        assert "must be the same on all ranks, but rank 1's differs from rank 0's" in message
 
 
 # Every option that changes what a state holds.

@@ -98,5 +98,5 @@ def test_ports_that_are_all_taken_are_named(rank: int) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         os.environ[ports.VARIABLE] = f"{port}-{port}"
-        with pytest.raises(RuntimeError, match=f"no port of POWERSGD_PORTS={port}-{port} is free"):
+        with pytest.raises(RuntimeError, match=f"no port in POWERSGD_PORTS={port}-{port} is free"):
             ranks.init_group("cpu:powersgd")

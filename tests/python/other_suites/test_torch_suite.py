@@ -113,7 +113,7 @@ DIFFERENCES = {
     ),
     "test_ddp_native_mixed_precision_ignored_params": Difference(
         "it uses DDP's own mixed_precision, which attach refuses",
-        "attach does not work with DDP's own mixed_precision",
+        "attach does not work with DDP's mixed_precision",
         (ATTACHED,),
     ),
 }

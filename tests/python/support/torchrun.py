@@ -11,7 +11,7 @@ from pathlib import Path
 # Parts of the lines that every job may show.
 NOTICES = (
     "are compressed at matrix rank",
-    "is loaded, with the residuals",
+    "loaded the state of step",
     "nothing has been compressed in",
 )
 

@@ -65,13 +65,13 @@ def test_it_says_where_it_is(rank: int) -> None:
             "Compression over 2 processes: 3 of 5 parameters at matrix rank 2 in int8, from "
             "step 2 on\n"
         )
-    assert "step 0: nothing was reduced so far" in texts[0]
+    assert "step 0: nothing has been reduced yet" in texts[0]
     assert re.search(compressed.format(1, "exact", r"1\.0", ""), texts[1])
     assert re.search(compressed.format(2, "compressed", r"1\.0", ""), texts[2])
     number = r"[1-9]\d*\.\d"
     ratios = (number, f", {number} x where compressed")
     assert re.search(compressed.format(4, "compressed", *ratios), texts[4])
-    benefit = r"by the time of its stages, it pays on links below about \S+ Gbit/s"
+    benefit = r"judging by its stage times, it pays on links slower than about \S+ Gbit/s"
     assert re.search(benefit, texts[4])
     assert " step 5, 1 skipped: the next one is compressed" in texts[5]
     compression.detach()
@@ -88,7 +88,7 @@ def test_it_ends_with_its_module(rank: int) -> None:
     gc.collect()
     assert compression.ended
     assert core() is None, "its residuals are freed"
-    assert str(compression) == "Compression: its module is gone"
+    assert str(compression) == "Compression: its module no longer exists"
     calls: list[Callable[[], Any]] = [
         compression.stats,
         compression.state_dict,
@@ -102,7 +102,7 @@ def test_it_ends_with_its_module(rank: int) -> None:
         lambda: compression.comm_hook,
     ]
     for call in calls:
-        with pytest.raises(ValueError, match="this compression has ended: its module is gone"):
+        with pytest.raises(ValueError, match="can no longer be used: its module no longer exists"):
             call()
 
 
@@ -178,7 +178,7 @@ def test_it_resumes(rank: int) -> None:
     state = compression.state_dict()
     ddp, compression = make_compressed(SHAPES, OPTIONS)
     compression.load_state_dict(state)
-    said = records.matching("the state of step 4 is loaded, with the residuals of 3 parameters")
+    said = records.matching("loaded the state of step 4, with the residuals of 3 parameters")
     assert len(said) == (rank == 0)
     train(ddp, [4])
     stats = compression.stats()
@@ -200,7 +200,9 @@ def test_tensors_are_attached_anew(rank: int) -> None:
         if i == 4:
             state = compression.state_dict()
             compression.detach()
-            with pytest.raises(ValueError, match="this compression has ended: it was detached"):
+            with pytest.raises(
+                ValueError, match="this compression can no longer be used: it was detached"
+            ):
                 compression.all_reduce(tensors)
             compression = tp.attach(tensors, OPTIONS)
             compression.load_state_dict(state)
@@ -236,7 +238,9 @@ def test_processes_that_call_of_different_compressions_are_told_so(rank: int) ->
         said = f"^the module, the step or the arguments of {method.__name__} on rank 1"
         with pytest.raises(ValueError, match=said):
             method()
-    with pytest.raises(ValueError, match="rank 0 and on rank 1 have other parameters$"):
+    with pytest.raises(
+        ValueError, match="rank 0 and rank 1 load modules with different parameters$"
+    ):
         mine.load_state_dict(states[rank])
 
 
@@ -259,7 +263,7 @@ def test_a_process_that_does_not_call_is_named(rank: int, method: str) -> None:
         getattr(compression, method)(*([state] if method == "load_state_dict" else []))
     store.set("rank 0 has given up", "")
     [(_, said)] = records.matching("rank")
-    assert said.string == f"rank 1 has not called {method}; rank 0 waits"
+    assert said.string == f"rank 1 has not called {method}; rank 0 is waiting"
 
 
 def test_the_face_is_what_is_listed() -> None:

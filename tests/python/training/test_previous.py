@@ -168,9 +168,14 @@ def test_an_error_is_one_on_every_process_and_changes_nothing(rank: int) -> None
     group = _group([0, 1])
     other = tp.attach(fewer, OPTIONS, group=group)
     for previous, given, options, text in (
-        (job.compression, fewer, None, "there is 'small' float32 .* in previous and nothing now"),
-        (other, tensors, None, "there is nothing in previous and 'small' float32"),
-        (job.compression, tensors, {"matrix_approximation_rank": 3}, "the options must be its own"),
+        (job.compression, fewer, None, "it has 'small' float32 .* where this module has nothing"),
+        (other, tensors, None, "it has nothing where this module has 'small' float32"),
+        (
+            job.compression,
+            tensors,
+            {"matrix_approximation_rank": 3},
+            "keeps the options of previous",
+        ),
     ):
         if rank == 1:  # the other one learns it
             with pytest.raises(ValueError, match=text):
@@ -180,7 +185,7 @@ def test_an_error_is_one_on_every_process_and_changes_nothing(rank: int) -> None
                 tp.attach(tensors, group=group, previous=job.compression)
     ended = tp.attach(fewer, OPTIONS, group=group)
     ended.detach()
-    with pytest.raises(ValueError, match="previous has ended: it was detached"):
+    with pytest.raises(ValueError, match="previous can no longer be used: it was detached"):
         tp.attach(fewer, group=group, previous=ended)
     residuals = job.residuals()
     job.move(group)

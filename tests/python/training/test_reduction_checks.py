@@ -19,7 +19,7 @@ from support.synthetic import without_checksums
 from torch_powersgd.reduction_checks import INTERVAL
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2)
-DRIFT = "the gradients of Sequential were not averaged in 20 steps of its optimizer"
+DRIFT = "the gradients of Sequential were not averaged in 20 optimizer steps"
 MISSED = "DDP does not average the gradients of"
 LONG = 2 * INTERVAL + 5
 
