@@ -21,7 +21,7 @@ OF_OTHERS = (
 
 def _literals(source: str) -> str:
     """A source in which a literal that goes on in the next line is one, without quotes in it."""
-    source = re.sub(r'"\s*\n\s*f?"', "", source)
+    source = re.sub(r"[\"']\s*\n\s*f?[\"']", "", source)
     return " ".join(source.replace('\\"', '"').split())
 
 
