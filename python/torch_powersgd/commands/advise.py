@@ -34,9 +34,10 @@ GUESSED_BACKWARD_MS = 200.0
 ADVISE = """\
 Measures whether compression pays on these machines, and with which setting.
 Start it with torchrun, on the machines and with the number of processes that you train with.
-For about a minute, it alternates DDP steps without averaging, with the plain backend, and with each
-setting. It recommends the highest matrix rank whose step is within 5 % of the fastest, and another
-DDP bucket size if that is faster still. It also shows the one-way delay of a small message.
+For one to three minutes, it alternates DDP steps without averaging, with the plain backend, and
+with each setting. It recommends the highest matrix rank whose step is within 5 % of the fastest,
+and another DDP bucket size if that is faster still. It also shows the one-way delay of a small
+message.
 Pass --step to measure your own steps; otherwise a stand-in computes instead of your model.
 """
 ADVISE_EXAMPLE = """\
