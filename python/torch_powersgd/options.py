@@ -121,8 +121,8 @@ class Options:
             except TypeError:  # The value is out of the C++ type's range.
                 raise ValueError(f"{name} must be a 64-bit integer, got {shown(value)}") from None
             except ValueError as error:  # The value names no scope or dtype.
-                text = cut(str(error))
-                raise ValueError(text if text.startswith(name) else f"{name}: {text}") from None
+                _, _, allowed = cut(str(error)).partition(" must be ")
+                raise ValueError(f"{name} must be {allowed}") from None
         return core
 
     @classmethod
@@ -264,7 +264,7 @@ def from_environment() -> Options:
 
 
 def _no_option(name: object) -> str:
-    return f"{shown(name)} is not an option{_similar(name, _NAMES)}; allowed: {', '.join(_NAMES)}"
+    return f"{shown(name)} is not an option.{_similar(name, _NAMES)} Allowed: {', '.join(_NAMES)}"
 
 
 def _variable(name: str) -> str:
@@ -287,17 +287,17 @@ def unknown_variables() -> list[str]:
 
 
 def _no_effect(variable: str, known: Sequence[str]) -> str:
-    return f"{variable} is not an option and has no effect{_similar(variable, known)}"
+    return f"{variable} is not an option and has no effect.{_similar(variable, known)}"
 
 
 def _similar(name: object, known: Sequence[str]) -> str:
-    """Returns "; did you mean ...?", or nothing."""
+    """Returns " Did you mean ...?", or nothing."""
     if not isinstance(name, str) or not name:
         return ""
     # Names that contain the given words come before names with a similar spelling.
     words = name.removeprefix(_PREFIX)
     similar = [k for k in known if words in k] or difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {similar[0]}?" if similar else ""
+    return f" Did you mean {similar[0]}?" if similar else ""
 
 
 def _check_inner(inner: str) -> None:

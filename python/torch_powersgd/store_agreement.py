@@ -142,7 +142,8 @@ class CollectiveCall:
             reason = self.explain(self, late) if late else ""
             seconds = self.timeout.total_seconds()
             if not reason and time.monotonic() - start > seconds:
-                reason = f"{self._without(late or [0])} within {seconds:g} seconds"
+                missing = self._without(late or [0])
+                reason = f"{missing} within {seconds:g} seconds; all ranks must do so"
             if reason:
                 raise ValueError(reason)
             time.sleep(INTERVAL.total_seconds())

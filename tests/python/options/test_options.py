@@ -121,7 +121,7 @@ def test_options_do_not_change() -> None:
 
 
 def test_an_unknown_field_is_an_error() -> None:
-    message = "'rank' is not an option; did you mean matrix_approximation_rank[?]; allowed: "
+    message = "'rank' is not an option[.] Did you mean matrix_approximation_rank[?] Allowed: "
     makers: list[Any] = [tp.Options, tp.Options.hook_defaults]
     for make in makers:
         with pytest.raises(TypeError, match=message):
@@ -187,8 +187,8 @@ def test_an_unknown_variable_is_warned_of_once(
     resolve(tp.Options())
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "POWERSGD_RANK is not an option and has no effect" in record.getMessage()
-    assert "did you mean POWERSGD_MATRIX_APPROXIMATION_RANK?" in record.getMessage()
+    assert "POWERSGD_RANK is not an option and has no effect. " in record.getMessage()
+    assert "Did you mean POWERSGD_MATRIX_APPROXIMATION_RANK?" in record.getMessage()
     options._warn_of_unknown_variables.cache_clear()
     monkeypatch.setenv("LOCAL_RANK", "1")
     resolve(None)
