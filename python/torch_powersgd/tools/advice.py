@@ -100,12 +100,18 @@ def best_size(sizes: Sequence[Measured]) -> Measured | None:
 def verdict(measured: Sequence[Measured]) -> tuple[Measured | None, list[str]]:
     """Returns the recommended setting, if any pays, and the verdict in words.
 
-    A setting pays if its steps are shorter than plain's in every round, and by 5 % overall.
+    A setting pays if its steps are shorter than plain's in every round, and by 5 % overall. If steps
+    without averaging are not, there is nothing to save, and a setting that seems to is noise.
 
     Args:
         measured: a step without averaging, the plain one, and the settings, as ``measure`` has it.
     """
-    _, plain, *settings = measured
+    alone, plain, *settings = measured
+    if _gain(plain, alone) < LEAST_GAIN:
+        return None, [
+            f"Compression does not pay here: {plain.name} takes hardly any time. A step takes "
+            f"{ms_text(plain.median)} ms with it, and {ms_text(alone.median)} ms without averaging."
+        ]
     fastest = min(settings, key=lambda each: each.median)
     paying = [each for each in settings if _pays(plain, each)]
     if not paying and _gain(plain, fastest) >= LEAST_GAIN:

@@ -118,6 +118,13 @@ def test_nothing_is_recommended_out_of_noise() -> None:
         assert _chosen(*measured) is None
 
 
+def test_nothing_is_saved_where_averaging_takes_no_time() -> None:
+    chosen, [sentence] = verdict(_measured(51, _setting(16, 45)))
+    assert chosen is None
+    assert sentence.startswith("Compression does not pay here: plain gloo takes hardly any time.")
+    assert "51.0 ms with it, and 50.0 ms without averaging" in sentence
+
+
 def test_the_table() -> None:
     measured = _measured(200, _setting(8, 100), _setting(16, 101.5), _setting(32, 150))
     table = table_of(measured, measured[3])
