@@ -7,7 +7,8 @@ LINKS has a link to a wheel on each line, .../NAME.whl#sha256=HASH. The wheels s
 
 pip takes the highest version of an index and replaces the installed torch if that version requires
 another one. So the wheels of one torch and device have an index of their own. torch.__version__
-tells which: 2.13.0+cu130 uses the one in FOLDER/torch2.13.0/cu130.
+tells which: 2.13.0+cu130 uses the one in FOLDER/torch2.13.0/cu130. On ARM, torch is built for CUDA
+by default and this package only for CPUs, so the indexes of CUDA list those wheels as well.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LINK = re.compile(
 
 def make_indexes(folder: Path, links: Iterable[str]) -> None:
     """Writes a page for each torch and device, and the pages that lead there, to `folder`."""
-    pages: defaultdict[Path, dict[str, str]] = defaultdict(dict)  # texts by link, by folder
+    wheels: dict[str, re.Match[str]] = {}
     for link in links:
         match = _LINK.fullmatch(unquote(link))
         if match is None:
@@ -36,11 +37,18 @@ def make_indexes(folder: Path, links: Iterable[str]) -> None:
                 "a link must be .../torch_powersgd-VERSION+torchVERSION.DEVICE-TAGS.whl#sha256=HASH"
                 f" with the device cpu or cuNNN, got {link}"
             )
-        place = folder / f"torch{match['torch']}" / match["device"] / "torch-powersgd"
-        pages[place][link] = match["wheel"]
-        while place != folder:
-            pages[place.parent][f"{place.name}/"] = place.name
-            place = place.parent
+        wheels[link] = match
+    pages: defaultdict[Path, dict[str, str]] = defaultdict(dict)  # texts by link, by folder
+    for link, match in wheels.items():
+        devices = {match["device"]}
+        if "cpu" in devices and "aarch64" in match["wheel"]:
+            devices |= {m["device"] for m in wheels.values() if m["torch"] == match["torch"]}
+        for device in devices:
+            place = folder / f"torch{match['torch']}" / device / "torch-powersgd"
+            pages[place][link] = match["wheel"]
+            while place != folder:
+                pages[place.parent][f"{place.name}/"] = place.name
+                place = place.parent
     for place, texts in pages.items():
         place.mkdir(parents=True, exist_ok=True)
         anchors = (

@@ -42,6 +42,7 @@ FOREIGN_TAGS = [
     f"{PYTHON}-{PYTHON}-linux_riscv64",
     f"{PYTHON}-{PYTHON}-{re.sub('[0-9]+_[0-9]+', '2_99', PLATFORM)}",
 ]
+ARM = "linux_aarch64"
 TORCHES = ["2.12.1", "2.13.0"]
 
 
@@ -93,6 +94,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             for torch in TORCHES
             for device in ("cpu", "cu130")
             for tag in [OWN_TAG, *FOREIGN_TAGS]
+        ]
+        wheels += [
+            make_ours(folder / "files", torch, "cpu", f"{PYTHON}-{PYTHON}-{ARM}")
+            for torch in TORCHES
         ]
         wheel_index.make_indexes(folder / "whl", [link_to(wheel, url) for wheel in wheels])
         torches = [make_torch(folder / "main" / "torch", f"{torch}+cu130") for torch in TORCHES]
@@ -166,6 +171,16 @@ def test_the_lines_of_the_page_install_what_fits(site: Site, tmp_path: Path, tor
     assert environment.tag == OWN_TAG
 
 
+def test_the_lines_of_the_page_install_the_cpu_wheel_for_a_cuda_torch_on_arm(
+    site: Site, tmp_path: Path
+) -> None:
+    environment = Environment(tmp_path, "2.13.0+cu130")
+    on_arm = f" --platform {ARM} --only-binary :all: --no-deps --target {environment.packages}"
+    output = environment.run(BY_TORCH.replace(SITE, site.url).rstrip() + on_arm)
+    assert environment.installed == environment.before | ours("2.13.0+cpu"), output
+    assert environment.tag.endswith(ARM)
+
+
 @pytest.mark.parametrize(
     ("command", "torch", "missing"),
     [
@@ -226,8 +241,11 @@ def test_the_pages_lead_to_every_index_and_each_has_one_torch(site: Site) -> Non
     ]
     for place, links in found.items():
         torch, device, _ = place.split("/")
-        assert len(links) == 1 + len(FOREIGN_TAGS)
-        assert all(f"%2B{torch}.{device}-" in link for link in links)
+        assert sum(f"%2B{torch}.{device}-" in link for link in links) >= 1 + len(FOREIGN_TAGS)
+        assert all(
+            f"%2B{torch}.{device}-" in link or (f"%2B{torch}.cpu-" in link and "aarch64" in link)
+            for link in links
+        )
 
 
 @pytest.mark.parametrize(
