@@ -41,7 +41,7 @@ from setup_support.together import WITH_TORCH, compiled_together, hash_of_kernel
 WITHOUT_TORCH = ["plan", "ports", "kernels/cpu", "kernels/shared"]
 CUDA_CHOICE = os.environ.get("POWERSGD_BUILD_CUDA", "")
 CUDA_HOME = cpp_extension.CUDA_HOME
-VERSION = runpy.run_path(str(ROOT / "python" / "torch_powersgd" / "_version.py"))
+VERSION = runpy.run_path(str(ROOT / "python" / "torch_powersgd" / "_version.py"))["__version__"]
 
 
 def sources(folder: str, suffix: str) -> list[str]:
@@ -119,7 +119,7 @@ class Build(cpp_extension.BuildExtension):
             each.define_macros.append(("POWERSGD_CUDA_ARCHITECTURES", f'"{architectures}"'))
             each.depends += each.sources
             # The ranks compare this, because different kernels may give different bits.
-            kernels = f"{VERSION['__version__']} ({hash_of_kernels(ROOT)})"
+            kernels = f"{VERSION} ({hash_of_kernels(ROOT)})"
             heads = {"bindings": f'#define POWERSGD_KERNELS_VERSION "{kernels}"\n'}
             together = Path("build", "together")
             each.sources = compiled_together(each.sources, WITH_TORCH, together, heads)
@@ -153,9 +153,7 @@ class EggInfo(egg_info):  # type: ignore[misc]
         # A binary fits one torch, and says so in its version. The sources fit many.
         if "sdist" not in self.distribution.commands:
             cuda = torch.version.cuda if toolkit.is_wanted(CUDA_CHOICE, CUDA.missing) else None
-            self.tag_build = VERSION["wheel_version"](torch.__version__, cuda).removeprefix(
-                VERSION["__version__"]
-            )
+            self.tag_build = metadata.local_version(torch.__version__, cuda)
         super().finalize_options()
 
 

@@ -27,6 +27,17 @@ def requirements(torch_version: str | None = None) -> list[str]:
     return [f"torch=={torch_version.split('+')[0]}"]
 
 
+def local_version(torch_version: str, cuda: str | None) -> str:
+    """The end of a wheel's version, such as +torch2.13.0.cu130, which names the torch that it fits.
+
+    Args:
+        torch_version: the version of torch. Its own local part is ignored.
+        cuda: the release of CUDA that the kernels are built with, or None without kernels.
+    """
+    variant = f"cu{cuda.replace('.', '')}" if cuda else "cpu"
+    return f"+torch{torch_version.split('+')[0]}.{variant}"
+
+
 def repository(pyproject: Path) -> str:
     """The URL of the repository, from [project.urls]. (Python 3.10 has no parser of TOML.)"""
     match = re.search(r'^Repository = "([^"]+)"$', pyproject.read_text(), re.MULTILINE)

@@ -3,8 +3,6 @@
 
 import torch
 
-from torch_powersgd._version import wheel_version
-
 try:
     from torch_powersgd import _C
 except ImportError as error:  # Usually it is not built, or is built against another torch.
@@ -19,8 +17,7 @@ except ImportError as error:  # Usually it is not built, or is built against ano
 if _C.torch_version.split("+")[0] != torch.__version__.split("+")[0]:
     raise ImportError(
         f"torch_powersgd was built against torch {_C.torch_version} and is being loaded by torch "
-        f"{torch.__version__}. Install the wheel "
-        f"{wheel_version(torch.__version__, torch.version.cuda)}, or rebuild it in this "
+        f"{torch.__version__}. Install the wheel for this torch, or rebuild it in this "
         "environment: pip install --no-build-isolation --force-reinstall --no-deps ."
     )
 

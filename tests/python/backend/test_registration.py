@@ -179,10 +179,7 @@ def test_another_release_of_torch_is_refused_at_import(monkeypatch: pytest.Monke
         ImportError, match=f"built against torch {re.escape(_C.torch_version)}"
     ) as it:
         importlib.reload(_core)
-    variant = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
-    wheel = f"{tp.__version__}+torch2.0.1.{variant}"
-    assert "loaded by torch 2.0.1+cpu" in str(it.value)
-    assert f"Install the wheel {wheel}, or rebuild" in str(it.value)
+    assert "loaded by torch 2.0.1+cpu. Install the wheel for this torch" in str(it.value)
 
 
 def test_another_build_of_the_same_release_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

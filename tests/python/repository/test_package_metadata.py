@@ -20,7 +20,6 @@ import torch_powersgd.__main__
 from setup_support import metadata
 from support.repository import ROOT
 from torch_powersgd._core import _C
-from torch_powersgd._version import wheel_version
 
 REPOSITORY = metadata.repository(ROOT / "pyproject.toml")
 VERSION = tp.__version__
@@ -121,7 +120,7 @@ def test_a_wheel_takes_the_torch_that_it_was_built_with(
 def test_a_wheel_names_the_torch_that_it_fits(
     torch_version: str, cuda: str | None, local: str
 ) -> None:
-    assert wheel_version(torch_version, cuda) == f"{VERSION}+{local}"
+    assert metadata.local_version(torch_version, cuda) == f"+{local}"
     assert metadata.requirements(torch_version) == [f"torch=={torch_version.split('+')[0]}"]
 
 
