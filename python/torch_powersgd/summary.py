@@ -21,9 +21,10 @@ def summary(reducer: _C.BucketReducer, group: dist.ProcessGroup, options: Option
     states, counts = reducer.states, reducer.stats()
     outline = states.outline()
     wire = "float32" if options.wire_dtype is None else dtype_name(options.wire_dtype)
-    processes = "1 process" if group.size() == 1 else f"{group.size()} processes"
+    if group.size() == 1 and not counts["bytes_before"]:
+        return f"Compression over 1 process, which has nothing to send\n  step {states.step}"
     lines = [
-        f"Compression over {processes}: {outline.compressed_parameters} of "
+        f"Compression over {group.size()} processes: {outline.compressed_parameters} of "
         f"{outline.parameters} parameters at matrix rank {options.matrix_approximation_rank} in "
         f"{wire}, from step {options.start_powerSGD_iter} on"
     ]

@@ -114,6 +114,7 @@ def test_one_rank_has_nothing_to_send(rank: int) -> None:
         mine = gradients(SHAPES, rank, i)
         assert same(step(ddp, mine).values(), mine.values())
     assert not any(residual.any() for residual in residuals_of(compression).values())
+    assert str(compression) == "Compression over 1 process, which has nothing to send\n  step 3"
     for counts in (compression.stats(), tp.stats()):
         assert counts["steps"] == 3
         assert (counts["compressed_calls"], counts["bytes_before"], counts["bytes_after"]) == (
