@@ -100,8 +100,8 @@ def best_size(sizes: Sequence[Measured]) -> Measured | None:
 def verdict(measured: Sequence[Measured]) -> tuple[Measured | None, list[str]]:
     """Returns the recommended setting, if any pays, and the verdict in words.
 
-    A setting pays if its steps are shorter than plain's in every round, and by 5 % overall. If steps
-    without averaging are not, there is nothing to save, and a setting that seems to is noise.
+    A setting pays if its steps are shorter than plain's in every round, and by 5 % overall. If
+    steps without averaging are not, there is nothing to save, and what a setting saves is noise.
 
     Args:
         measured: a step without averaging, the plain one, and the settings, as ``measure`` has it.
