@@ -164,7 +164,7 @@ def _propose(
             "them, use state_dict and load_state_dict"
         )
     proposal = Proposal(backend, options, gradients, target.place())
-    if differing := _first_difference(previous.described, proposal.described):
+    if differing := first_difference(previous.described, proposal.described):
         before, now = differing
         raise ValueError(
             f"previous must have the same parameters in the same order, but it has {before} where "
@@ -183,7 +183,7 @@ def _compare(everyone: list[dict[str, Any]]) -> str:
 
 def _compare_gradients(everyone: list[list[str]]) -> str:
     for rank, gradients in enumerate(everyone):
-        if differing := _first_difference(everyone[0], gradients):
+        if differing := first_difference(everyone[0], gradients):
             first, mine = differing
             return (
                 "all ranks must attach the same parameters in the same order, but rank 0 has "
@@ -192,7 +192,8 @@ def _compare_gradients(everyone: list[list[str]]) -> str:
     return ""
 
 
-def _first_difference(one: list[str], other: list[str]) -> tuple[str, str] | None:
+def first_difference(one: list[str], other: list[str]) -> tuple[str, str] | None:
+    """Returns the first items that differ, or None."""
     pairs = zip_longest(one, other, fillvalue="nothing")
     return next((pair for pair in pairs if pair[0] != pair[1]), None)
 

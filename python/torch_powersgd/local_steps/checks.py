@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from torch_powersgd import fsdp
 from torch_powersgd._core import _C
+from torch_powersgd.attach_checks import first_difference
 from torch_powersgd.group_backends import check_alive, find_backends
 from torch_powersgd.local_steps.fragment import Tensors
-from torch_powersgd.option_values import is_bool, shown
-from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
+from torch_powersgd.option_values import dtype_name, is_bool, shown
+from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments, next_call
 from torch_powersgd.targets import NamedTensors, shard_of
 
 counted: WeakSet[Optimizer] = WeakSet()  # the optimizers that take local steps
@@ -75,8 +76,8 @@ class Found:
     model: torch.nn.Module  # inside of DDP
     ddp: DistributedDataParallel | None  # what would average gradients over the group
     parts: list[Tensors]
-    buffers: list[torch.Tensor]  # those to average
-    shared: list[torch.Tensor]  # all that must be equal at the start
+    buffers: list[str]  # those to average
+    shared: Tensors  # all that must be equal at the start
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,31 @@ def agree(function: str, arguments: Arguments) -> Found:
     try:
         found = _find(arguments, group)
         mine = {**dataclasses.asdict(arguments.schedule), "buffers": len(found.buffers)}
+        mine["tensors"] = [
+            f"{name!r} {dtype_name(tensor.dtype)} {list(tensor.shape)}"
+            for name, tensor in found.shared.items()
+        ]
     except Exception as invalid:  # Of any type: the other processes wait for it.
         mine = error_as_arguments(invalid)
-    compare = equality_of(f"the arguments or buffers of {function}")
-    next_call(group, function, timeout).agree(mine, compare)
+    next_call(group, function, timeout).agree(mine, _comparison(function))
     assert found is not None  # otherwise agree() raised
     return found
+
+
+def _comparison(function: str) -> Compare:
+    same = equality_of(f"the arguments or buffers of {function}")
+
+    def compare(everyone: list[dict[str, Any]]) -> str:
+        for rank, given in enumerate(everyone):
+            if differing := first_difference(everyone[0]["tensors"], given["tensors"]):
+                first, mine = differing
+                return (
+                    f"all ranks must pass the same model to {function}, but rank 0 has {first} "
+                    f"where rank {rank} has {mine}"
+                )
+        return same(everyone)
+
+    return compare
 
 
 def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
@@ -142,18 +162,15 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
         )
     arguments.check_trained(trained)
     kept = module.state_dict(keep_vars=True)
-    floating = [
-        buffer
-        for name, buffer in module.named_buffers()
-        if name in kept and buffer.is_floating_point()
-    ]
+    buffers = dict(module.named_buffers())
+    floating = [name for name, b in buffers.items() if name in kept and b.is_floating_point()]
     return Found(
         group,
         module,
         ddp,
         split(trained, schedule.fragments),
         floating if arguments.average_buffers else [],
-        [shard_of(tensor.detach()) for tensor in (*everything.values(), *module.buffers())],
+        {name: shard_of(tensor.detach()) for name, tensor in (everything | buffers).items()},
     )
 
 
@@ -164,7 +181,7 @@ def _averages_over(
 
     A module with a hook, such as torch's post_localSGD_hook, averages what the hook says.
     """
-    if isinstance(model, FSDPModule) and fsdp.own_replicas(model) is group:
+    if isinstance(model, FSDPModule) and _same_processes(fsdp.own_replicas(model), group):
         raise ValueError(
             "FSDP2 averages gradients over the replicas in this module's mesh at every step. For "
             'local steps, call fully_shard with the mesh of the shards alone (mesh["shard"])'
@@ -176,7 +193,13 @@ def _averages_over(
             "this module is attached, but local steps do their own compression: leave attach out, "
             "or call detach() first"
         )
-    return model if model.process_group is group and not model._comm_hooks else None
+    averages = _same_processes(model.process_group, group) and not model._comm_hooks
+    return model if averages else None
+
+
+def _same_processes(one: dist.ProcessGroup | None, other: dist.ProcessGroup) -> bool:
+    ranks_of = dist.distributed_c10d._world.pg_group_ranks  # of the groups that torch knows
+    return one is other or (one in ranks_of and ranks_of[one] == ranks_of.get(other))
 
 
 def split(parameters: Tensors, count: int) -> list[Tensors]:

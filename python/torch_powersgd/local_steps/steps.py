@@ -100,8 +100,9 @@ class LocalSGD(Stateful):
         found = checks.agree(type(self).__name__, arguments)
         self.group = found.group
         self._model, self._ddp = found.model, found.ddp
-        self._buffers = found.buffers
-        dist._broadcast_coalesced(self.group, found.shared, _BROADCAST_BYTES, 0)
+        self._buffer_names = frozenset(found.buffers)
+        shared = [*found.shared.values()]
+        dist._broadcast_coalesced(self.group, shared, _BROADCAST_BYTES, 0)
         options = checks.lay_under(options, warmup_steps)
         self._fragments = [Fragment(part, options, self.group) for part in found.parts]
         self._step = self._rounds = 0  # since the start of training
@@ -137,7 +138,7 @@ class LocalSGD(Stateful):
                     paused.enter_context(fragment.compression.paused())
             self._begin(self._fragments)
             self._finish_all(averages=exact)
-        self._buffer_bytes += average_exactly(self._buffers, self.group)
+        self._average_buffers()
         self._moved = False
 
     def step_skipped(self) -> None:
@@ -290,12 +291,22 @@ class LocalSGD(Stateful):
         if ends is not None:
             self._finish(self._fragments[ends])
             if ends + 1 == len(self._fragments):
-                self._buffer_bytes += average_exactly(self._buffers, self.group)
+                self._average_buffers()
 
-    def _begin(self, fragments: Sequence[Fragment], overlaps: bool = False) -> None:
+    def _average_buffers(self) -> None:
+        # By name, because a module may replace a buffer.
+        named = self._model.named_buffers()
+        buffers = [buffer for name, buffer in named if name in self._buffer_names]
+        self._buffer_bytes += average_exactly(buffers, self.group)
+
+    def _reshard(self) -> None:
+        """Shards FSDP2's root, which a forward pass without a backward pass leaves whole."""
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward pass without a backward pass leaves the root unsharded
+                module.reshard()
+
+    def _begin(self, fragments: Sequence[Fragment], overlaps: bool = False) -> None:
+        self._reshard()
         self._check_trainable()
         for fragment in fragments:
             if name := fragment.begin(overlaps):

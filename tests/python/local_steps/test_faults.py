@@ -166,6 +166,11 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
         (lambda: tp.LocalSGD(model, sgd, 4 + rank), "the arguments or buffers of LocalSGD on rank"),
         (lambda: tp.LocalSGD(model, sgd, 4 * (1 - rank)), "rank 1: sync_every must be an integer"),
         (lambda: tp.LocalSGD(model, sgd, 4, {"bits": 4}), "'bits' is not an option"),
+        (
+            lambda: tp.LocalSGD([model, nn.Linear(3, 1)][rank], sgd, 4),
+            "the same model to LocalSGD, but rank 0 has '0.weight' float32 [40, 24] where "
+            "rank 1 has 'weight' float32 [1, 3]",
+        ),
     ]
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for call, message in wrong:

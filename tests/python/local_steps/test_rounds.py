@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,9 +117,11 @@ def test_ddp_averages_nothing_until_the_end(rank: int) -> None:
     """DDP trains to the bit as the module inside of it, and averages again after detach."""
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(24, 40), nn.BatchNorm1d(40), nn.Linear(40, 24))
-    inside, compiled = copy.deepcopy(alone), copy.deepcopy(alone)
+    inside, compiled, elsewhere = (copy.deepcopy(alone) for _ in range(3))
     wrapped = torch.compile(DistributedDataParallel(compiled), backend="eager")
-    models: list[Any] = [alone, DistributedDataParallel(inside), wrapped]
+    same_ranks = dist.new_group(backend="gloo")
+    beside = DistributedDataParallel(elsewhere, process_group=same_ranks)
+    models: list[Any] = [alone, DistributedDataParallel(inside), wrapped, beside]
     for model in models:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         with tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=2) as steps:
@@ -129,7 +132,7 @@ def test_ddp_averages_nothing_until_the_end(rank: int) -> None:
                 optimizer.step()
         assert steps.ended
         assert steps.stats()["rounds"] == 2 + 2 + 1
-    for other in (inside, compiled):
+    for other in (inside, compiled, elsewhere):
         assert same(alone.state_dict().values(), other.state_dict().values())
     models[1].zero_grad()
     models[1](gradient((6, 24), "input", rank, 0)).square().mean().backward()
@@ -223,8 +226,10 @@ class Odd(nn.Module):
         self.complex = nn.Parameter(0.1 * torch.randn(24, 26, dtype=torch.complex64))
         self.empty = nn.Parameter(torch.zeros(0, 5))
         self.register_buffer("constant", torch.randn(3), persistent=False)
+        self.register_buffer("replaced", torch.zeros(24))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.replaced = x.mean(0)
         x = self.frozen(self.last(torch.tanh(self.first(self.norm(x)))))
         total: torch.Tensor = (x @ self.complex.abs()).square().mean()
         return total + (x.bfloat16() @ self.low).float().square().mean()
@@ -248,7 +253,8 @@ def test_a_model_of_all_sorts(rank: int, average: bool) -> None:
     steps.detach()
     after = model.state_dict()
     assert models_agree(model)
-    assert all_agree(after["norm.running_mean"].tolist()) is average
+    for name in ("norm.running_mean", "replaced"):
+        assert all_agree(after[name].tolist()) is average
     assert int(after["norm.num_batches_tracked"]) == 2 + 2 * EVERY
     for name, value in at_first.items():
         same = torch.equal(value, after[name])
