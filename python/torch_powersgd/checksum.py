@@ -65,13 +65,13 @@ def _of_fields(fields: dict[str, Any], total: int) -> int:
         value = fields[field]
         if isinstance(value, torch.Tensor):
             about = f"{field} {value.dtype} {list(value.shape)}"
-            total = _of_tensor(value, zlib.crc32(about.encode(), total))
+            total = of_tensor(value, zlib.crc32(about.encode(), total))
         else:
             total = zlib.crc32(f"{field} {shown(value)}".encode(), total)
     return total
 
 
-def _of_tensor(tensor: torch.Tensor, total: int) -> int:
+def of_tensor(tensor: torch.Tensor, total: int) -> int:
     """Returns the checksum ``total``, continued over the bytes of a tensor."""
     flat = tensor.detach().cpu().contiguous()
     if not flat.nbytes:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,9 +28,9 @@ class DiLoCo(LocalSGD):
             ...
 
     Args:
-        outer_optimizer: Optimizer of the model's parameters. Its parameters are replaced by the
-            anchors, which are float32 or wider. Schedulers of its learning rate keep working. The
-            rounds of the warm-up don't use it.
+        outer_optimizer: Optimizer of the model's parameters. Until the end, its parameters are
+            replaced by the anchors, which are float32 or wider. Schedulers of its learning rate
+            keep working. The rounds of the warm-up don't use it.
         others: The other arguments of ``LocalSGD``.
 
     Raises:
@@ -63,19 +64,30 @@ class DiLoCo(LocalSGD):
             )
 
     def _hold_anchors(self) -> None:
-        """Replaces the parameters in the outer optimizer with the anchors."""
-        outer = self.outer_optimizer
-        anchor_of = {
-            id(fragment.parameters[name]): anchor
+        """Replaces the parameters in the outer optimizer with the anchors, until ``_end``."""
+        groups = self.outer_optimizer.param_groups
+        self._anchor_of = {
+            fragment.parameters[name]: anchor
             for fragment in self._fragments
             for name, anchor in fragment.anchors.items()
         }
-        for group in outer.param_groups:
-            held = [p for p in group["params"] if id(p) in anchor_of]
-            group["params"] = [anchor_of[id(p)] for p in held]
-            for p in held:
-                if p in outer.state:  # from a checkpoint that was loaded earlier
-                    outer.state[anchor_of[id(p)]] = outer.state.pop(p)
+        self._given = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [self._anchor_of[p] for p in group["params"] if p in self._anchor_of]
+        for parameter, anchor in self._anchor_of.items():
+            self._move_state(parameter, anchor)
+
+    def _end(self) -> None:
+        super()._end()
+        for group, given in zip(self.outer_optimizer.param_groups, self._given, strict=False):
+            group["params"] = given
+        for parameter, anchor in self._anchor_of.items():
+            self._move_state(anchor, parameter)
+
+    def _move_state(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        state = self.outer_optimizer.state
+        if before in state:
+            state[after] = state.pop(before)
 
     def _move(self, fragment: Fragment, means: Tensors) -> None:
         for name, mean in means.items():
@@ -85,7 +97,16 @@ class DiLoCo(LocalSGD):
             fragment.anchors[name].grad = None
 
     def _outer_optimizer_state(self) -> dict[str, Any]:
-        return self.outer_optimizer.state_dict()
+        """Returns the state with an entry for every anchor: ``dcp.load`` loads only these."""
+        outer = copy.deepcopy(self.outer_optimizer)
+        moved = [*outer.state_dict()["state"]]
+        for group in outer.param_groups:
+            for anchor in group["params"]:
+                if anchor not in outer.state:
+                    anchor.grad = torch.zeros_like(anchor)
+        outer.step()
+        return {**outer.state_dict(), "moved": moved}
 
     def _load_outer_optimizer(self, state: dict[str, Any]) -> None:
-        self.outer_optimizer.load_state_dict(state)
+        moved = {i: entry for i, entry in state["state"].items() if i in state["moved"]}
+        self.outer_optimizer.load_state_dict(copy.deepcopy({**state, "state": moved}))

@@ -58,6 +58,7 @@ class Fragment:
         """Whether a round has begun and not finished."""
         return self._work is not None
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def begin(self, overlaps: bool = False) -> str:
         """Sends the changes without waiting.
@@ -83,6 +84,7 @@ class Fragment:
         self._work = self.compression.all_reduce(self._changes)
         return not_finite
 
+    @torch.inference_mode(False)  # An outer optimizer keeps what it makes of the means.
     @torch.no_grad()
     def finish(self, update: Callable[[Fragment, Tensors], None]) -> str:
         """Waits for the means, and moves the anchors and the parameters.

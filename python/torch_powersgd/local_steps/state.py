@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_powersgd import checksum
 from torch_powersgd.group_backends import find_backends
 from torch_powersgd.local_steps.fragment import Fragment
 from torch_powersgd.option_values import shown
@@ -39,7 +41,7 @@ def of(progress: Progress, fragments: Sequence[Fragment], per_rank: bool) -> dic
     """Returns the state. Collective without ``per_rank``."""
     parts = {
         str(i): {
-            "anchors": dict(fragment.anchors),
+            "anchors": {name: anchor.clone() for name, anchor in fragment.anchors.items()},
             "compression": fragment.compression.state_dict(per_rank),
         }
         for i, fragment in enumerate(fragments)
@@ -48,16 +50,21 @@ def of(progress: Progress, fragments: Sequence[Fragment], per_rank: bool) -> dic
 
 
 def load(
-    kind: str, group: dist.ProcessGroup, fragments: Sequence[Fragment], state: Any
+    now: Progress, group: dist.ProcessGroup, fragments: Sequence[Fragment], state: Any
 ) -> Progress:
-    """Loads a saved state, which may hold anything, into the fragments. Collective."""
+    """Loads a saved state, which may hold anything, into the fragments. Collective.
+
+    Returns:
+        What takes the place of the present progress.
+    """
     per_rank = False
     try:
-        per_rank = _check(kind, fragments, state)
+        per_rank = _check(now, fragments, state)
         mine = {"step": state["step"], "rounds": state["rounds"], "per_rank": per_rank}
+        mine["content"] = _content(state)
     except Exception as invalid:  # Of any type: the other processes wait for it.
         mine = error_as_arguments(invalid)
-    function = f"{kind}.load_state_dict"
+    function = f"{now.kind}.load_state_dict"
     timeout = find_backends(group)[0].options._timeout
     same = equality_of(f"the states of {function}")
     next_call(group, function, timeout).agree(mine, same)
@@ -68,17 +75,20 @@ def load(
                 anchor.copy_(saved["anchors"][name])
         if not per_rank:
             fragment.reset()
-    return Progress(**{field.name: state[field.name] for field in fields(Progress)})
+    return Progress(**{field.name: state.get(field.name) for field in fields(Progress)})
 
 
-def _check(kind: str, fragments: Sequence[Fragment], state: Any) -> bool:
+def _check(now: Progress, fragments: Sequence[Fragment], state: Any) -> bool:
     """Returns whether a state is one of ``per_rank``. It raises a ValueError if it does not fit."""
     _require(isinstance(state, dict), "type", "a dict", type(state).__name__)
-    for field, wanted in (("version", VERSION), ("kind", kind)):
+    for field, wanted in (("version", VERSION), ("kind", now.kind)):
         _require(state.get(field) == wanted, field, repr(wanted), state.get(field))
     for field in ("step", "rounds"):
         value = state.get(field)
         _require(type(value) is int and value >= 0, field, "an integer >= 0", value)
+    outer = _outline(state.get("outer_optimizer"))
+    fits = outer == _outline(now.outer_optimizer)
+    _require(fits, "outer_optimizer", "that of the same kind of optimizer and parameters", outer)
     saved = state.get("fragments")
     names = [str(i) for i in range(len(fragments))]
     fits = isinstance(saved, dict) and list(saved) == names
@@ -103,6 +113,29 @@ def _check_anchors(anchors: dict[str, torch.Tensor], saved: Any) -> None:
             and bool(shard_of(found).isfinite().all())
         )
         _require(fits, f"anchor {name!r}", f"finite, {anchor.dtype} {list(anchor.shape)}", found)
+
+
+def _outline(outer: Any) -> Any:
+    """Returns what two states of an outer optimizer must share, or None if it is no such state."""
+    if not isinstance(outer, dict) or not {"param_groups", "state", "moved"} <= outer.keys():
+        return None
+    shapes = {
+        number: {field: getattr(value, "shape", None) for field, value in entry.items()}
+        for number, entry in outer["state"].items()
+    }
+    return [group["params"] for group in outer["param_groups"]], shapes
+
+
+def _content(state: dict[str, Any]) -> int:
+    """Returns a checksum of the tensors that must be equal on all processes."""
+    parts = [part["anchors"] for part in state["fragments"].values()]
+    total = 0
+    for part in (*parts, *(state.get("outer_optimizer") or {"state": {}})["state"].values()):
+        for name, value in part.items():
+            total = zlib.crc32(name.encode(), total)
+            if isinstance(value, torch.Tensor):
+                total = checksum.of_tensor(shard_of(value), total)
+    return total
 
 
 def _require(fits: bool, field: str, wanted: str, got: object) -> None:

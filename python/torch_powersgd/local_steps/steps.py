@@ -177,6 +177,7 @@ class LocalSGD(Stateful):
             "round_ratio": self.schedule.sync_every * ratio(whole, packed),
         }
 
+    @torch.inference_mode(False)
     def state_dict(self, per_rank: bool = False) -> dict[str, Any]:
         """Returns the state. Collective without ``per_rank``. A round in flight ends first.
 
@@ -187,11 +188,9 @@ class LocalSGD(Stateful):
                 and optimizer, and continues bit for bit.
         """
         self._finish_all()
-        progress = Progress(
-            type(self).__name__, self._step, self._rounds, self._outer_optimizer_state()
-        )
-        return state.of(progress, self._fragments, per_rank)
+        return state.of(self._progress, self._fragments, per_rank)
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what ``state_dict`` returned. Collective.
 
@@ -203,7 +202,8 @@ class LocalSGD(Stateful):
                 fit.
         """
         self._finish_all()
-        found = state.load(type(self).__name__, self.group, self._fragments, state_dict)
+        self._reshard()
+        found = state.load(self._progress, self.group, self._fragments, state_dict)
         self._step, self._rounds, self._moved = found.step, found.rounds, True
         if found.outer_optimizer is not None:
             self._load_outer_optimizer(found.outer_optimizer)
@@ -246,10 +246,10 @@ class LocalSGD(Stateful):
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if exc_type is None:
-            self.detach()
-        else:  # The other processes may not get here.
+        if exc_type is not None:  # The other processes may not get here.
             self._end()
+        elif not self._ended:
+            self.detach()
 
     def __str__(self) -> str:
         return summary.text_of(*self._described, self.stats())
@@ -257,6 +257,11 @@ class LocalSGD(Stateful):
     @property
     def _described(self) -> tuple[str, int, Schedule]:
         return type(self).__name__, self.group.size(), self.schedule
+
+    @property
+    def _progress(self) -> Progress:
+        outer = self._outer_optimizer_state()
+        return Progress(type(self).__name__, self._step, self._rounds, outer)
 
     def _move(self, fragment: Fragment, means: Tensors) -> None:
         """Moves the anchors of a fragment by the mean changes."""

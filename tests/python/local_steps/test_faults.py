@@ -109,6 +109,41 @@ def test_a_round_that_is_not_finite_might_as_well_not_have_been(rank: int, delay
     assert other.stats()["dropped_rounds"] == 0
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@on_ranks(2)
+def test_a_round_within_inference_mode_spoils_nothing(rank: int, exact: bool) -> None:
+    """An outer optimizer would keep tensors that it can't change outside of that mode."""
+    model = _net()
+    optimizer, outer = _sgd(model), torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5)
+    steps = tp.DiLoCo(model, optimizer, outer, EVERY, OPTIONS, warmup_steps=0)
+    for i in range(3):
+        for j in range(EVERY + 1):
+            _backward(model, rank, i * EVERY + j)
+            optimizer.step()
+        with torch.inference_mode():
+            steps.sync(exact)
+            assert models_agree(model)
+            steps.load_state_dict(steps.state_dict())
+
+
+@on_ranks(2)
+def test_the_end_leaves_all_as_it_was(rank: int) -> None:
+    """The same optimizers can begin again, with another parameter and the outer momentum."""
+    model = _net()
+    first = next(model.parameters()).requires_grad_(False)
+    optimizer, outer = _sgd(model), torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5)
+    for _ in range(2):
+        with tp.DiLoCo(model, optimizer, outer, EVERY, OPTIONS, warmup_steps=0) as steps:
+            for i in range(EVERY):
+                _backward(model, rank, i)
+                optimizer.step()
+            steps.detach()
+        held = outer.param_groups[0]["params"]
+        assert all(p is q for p, q in zip(held, model.parameters(), strict=True))
+        assert set(outer.state) == {p for p in model.parameters() if p.requires_grad}
+        first.requires_grad_(True)
+
+
 @on_ranks(2)
 def test_a_parameter_that_is_trained_later_is_named(rank: int) -> None:
     model = _net()

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import torch_powersgd as tp
@@ -83,6 +86,46 @@ def test_each_process_goes_on_to_the_bit(rank: int, outer: bool) -> None:
         assert of_resumed["ratio"] < 2 * of_whole["ratio"]  # without the steps before
 
 
+@on_ranks(2)
+def test_a_new_process_gets_the_outer_optimizer_from_dcp(rank: int, tmp_path: Path) -> None:
+    """Also of the fragment that has had no round yet."""
+    for end in (0, EVERY // 2, EVERY):
+        saved, loaded = Job(outer=True), Job(outer=True)
+        saved.train(rank, 0, end)
+        dcp.save({"steps": saved.steps}, checkpoint_id=tmp_path)
+        dcp.load({"steps": loaded.steps}, checkpoint_id=tmp_path)
+        saved.steps.load_state_dict(saved.steps.state_dict())
+        loaded.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
+        for job in (saved, loaded):
+            job.train(rank, end, end + 2 * EVERY)
+        assert same(saved.model.parameters(), loaded.model.parameters())
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["LocalSGD", "DiLoCo"])
+@on_ranks(2)
+def test_a_state_is_a_snapshot(rank: int, outer: bool) -> None:
+    job = Job(outer)
+    job.train(rank, 0, EVERY)
+    state = job.steps.state_dict()
+    before = to_bytes(state)
+    for _ in range(2):
+        job.steps.load_state_dict(state)
+        job.train(rank, EVERY, 3 * EVERY)
+        assert to_bytes(state) == before
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["LocalSGD", "DiLoCo"])
+@on_ranks(2)
+def test_states_of_different_jobs_are_refused(rank: int, outer: bool) -> None:
+    """Their anchors or momentum would differ for ever, because only means move them."""
+    states = []
+    for job in (Job(outer), Job(outer)):
+        job.train(rank + 2 * len(states), 0, EVERY)
+        states.append(job.steps.per_rank.state_dict())
+    with pytest.raises(ValueError, match=r"states of .*load_state_dict on rank 1 differ from rank"):
+        job.steps.load_state_dict(states[rank])
+
+
 def _saved(rank: int) -> tuple[bytes, bytes]:
     """The state that all ranks share, and what the parameters would be with nothing unsent."""
     job = Job()
@@ -124,14 +167,20 @@ def test_any_number_of_ranks_takes_over(after: int) -> None:
 
 
 def _damaged(state: dict[str, Any], how: str) -> Any:
-    part = state["fragments"]["0"]
+    part, outer = state["fragments"]["0"], state["outer_optimizer"]
     name = next(iter(part["anchors"]))
     if how == "a list":
         return [state]
     if how == "no step":
         del state["step"]
-    elif how == "of DiLoCo":
-        state["kind"] = "DiLoCo"
+    elif how == "of LocalSGD":
+        state["kind"] = "LocalSGD"
+    elif how == "another group of the outer optimizer":
+        outer["param_groups"] *= 2
+    elif how == "momentum of another shape":
+        outer["state"][0]["momentum_buffer"] = torch.zeros(3)
+    elif how == "no outer optimizer":
+        del state["outer_optimizer"]
     elif how == "another number of fragments":
         del state["fragments"]["1"]
     elif how == "a missing anchor":
@@ -148,7 +197,7 @@ def _damaged(state: dict[str, Any], how: str) -> Any:
 @pytest.mark.parametrize("by", [1, 2], ids=["damaged on one rank", "on both"])
 @on_ranks(2)
 def test_a_state_that_does_not_fit_changes_nothing(rank: int, by: int) -> None:
-    job = Job()
+    job = Job(outer=True)
     job.train(rank, 0, EVERY)
     state = job.steps.state_dict()
     job.train(rank, EVERY, EVERY + 2)
@@ -156,7 +205,10 @@ def test_a_state_that_does_not_fit_changes_nothing(rank: int, by: int) -> None:
     messages = {
         "a list": "type of the state of local steps must be a dict, got 'list'",
         "no step": "step of the state of local steps must be an integer >= 0, got None",
-        "of DiLoCo": "kind of the state of local steps must be 'LocalSGD', got 'DiLoCo'",
+        "of LocalSGD": "kind of the state of local steps must be 'DiLoCo', got 'LocalSGD'",
+        "another group of the outer optimizer": "outer_optimizer of the state of local steps",
+        "momentum of another shape": "outer_optimizer of the state of local steps",
+        "no outer optimizer": "must be that of the same kind of optimizer and parameters",
         "another number of fragments": "of the state of local steps must be a dict of 2 entries",
         "a missing anchor": "must be those of the model's parameters",
         "an anchor of another shape": "must be finite, torch.float32 [40, 24]",
