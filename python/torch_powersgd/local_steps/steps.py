@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -117,7 +118,7 @@ class LocalSGD(Stateful):
         self._hook = optimizer.register_step_post_hook(self._after_step)
         checks.counted.add(optimizer)
         if scaler is not None:
-            grad_scaler.call_after_step(scaler, self._after_scaler)
+            grad_scaler.call_after_step(scaler, _weak(self._after_scaler))
         if self.group.rank() == 0:
             log.notice(summary.announcement(*self._described, self._fragments))
 
@@ -334,6 +335,7 @@ class LocalSGD(Stateful):
     def _finish(self, fragment: Fragment, averages: bool = False) -> None:
         if not fragment.in_flight:
             return
+        self._reshard()
         averages = averages or self._step <= self.schedule.warmup_steps
         if fragment.finish(Fragment.subtract if averages else self._move):
             self._dropped += 1
@@ -348,3 +350,14 @@ class LocalSGD(Stateful):
         if optimizer is self.optimizer and not self._heard:
             self._count_step()
         self._heard = False
+
+
+def _weak(method: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+    """Returns a function that calls the method while its object lives. A scaler may outlive it."""
+    reference = WeakMethod(method)
+
+    def call(optimizer: Optimizer) -> None:
+        if (found := reference()) is not None:
+            found(optimizer)
+
+    return call

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +60,10 @@ def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool
         other.step(optimizer)
         other.update()
     assert steps.stats()["steps"] == 3 * EVERY
+    fragment = weakref.ref(steps._fragments[0])
+    del steps
+    gc.collect()
+    assert fragment() is None  # although the scaler lives
 
 
 @on_ranks(2)

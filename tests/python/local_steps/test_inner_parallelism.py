@@ -56,6 +56,13 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps:
         optimizer.step()
 
 
+@torch.no_grad()
+def _evaluate(model: nn.Module) -> torch.Tensor:
+    """Leaves the root of FSDP2 whole, because no backward pass follows."""
+    output: torch.Tensor = model(torch.ones(1, 24))
+    return output
+
+
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters of a model, of all its shards. Collective."""
     return {
@@ -83,14 +90,15 @@ def test_replicas_of_ddp_and_shards_of_fsdp_take_the_same_steps(rank: int, tmp_p
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             steps = tp.LocalSGD(model, optimizer, EVERY, options, warmup_steps=0, group=hosts)
             _train(model, optimizer, rank, EVERY * ROUNDS)
-            with torch.no_grad():
-                model(torch.zeros(1, 24))  # leaves the root of FSDP2 whole
+            _evaluate(model)
             steps.sync()
             dcp.save({"steps": steps}, checkpoint_id=tmp_path)
-            before = _whole(model)
+            before, output = _whole(model), _evaluate(model)
             _train(model, optimizer, rank, 1)
+            assert not torch.equal(_evaluate(model), output)
             dcp.load({"steps": steps}, checkpoint_id=tmp_path)
             assert same(_whole(model).values(), before.values())
+            assert torch.equal(_evaluate(model), output)
             steps.detach()
             assert all_agree([p.tolist() for p in _whole(model).values()])
             ended.append(_whole(model))
