@@ -65,6 +65,7 @@ class Compression(Stateful):
         self._module: ref[torch.nn.Module] | None = None
         self._tensors: _C.NamedTensors | None = None
         self._shard = target.shard(group)
+        self._apart = False  # whether each process has checkpoints of its own, as with torchft
         self._ended = "its module no longer exists"
         module = target.module
         if module is None:
@@ -389,7 +390,8 @@ class Compression(Stateful):
     __repr__ = __str__
 
     def _key(self, per_rank: bool) -> str:
-        own = f"process {self.group.rank()} of {self.group.size()}" if per_rank else ""
+        named = per_rank and not self._apart
+        own = f"process {self.group.rank()} of {self.group.size()}" if named else ""
         return ", ".join(filter(None, (self._shard, own)))
 
     def _agree(self, function: str, mine: dict[str, Any], compare: Compare | None = None) -> None:

@@ -219,11 +219,11 @@ class _Group(ProcessGroupPowerSGD):
     def _attach(self, *arguments: Any) -> Compression:
         compression = super()._attach(*arguments)
         attached: Any = self._attached[-1]
-        attached.begin_step = functools.partial(self._begin_step, attached)
+        attached.begin_pass = functools.partial(self._begin_pass, attached)
         return compression
 
-    def _begin_step(self, attached: Attached) -> None:
-        Attached.begin_step(attached)
+    def _begin_pass(self, attached: Attached) -> None:
+        Attached.begin_pass(attached)
         self.before[attached], self.calls = _residuals(attached), 0
 
     def configure(self, *arguments: Any, **named: Any) -> None:

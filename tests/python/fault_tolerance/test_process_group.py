@@ -163,23 +163,30 @@ def _sum(tensors: Tensors) -> Tensors:
     return tensors
 
 
-@pytest.mark.parametrize(
-    ("kind", "wire"), [("ddp", None), ("ddp", "int8"), ("fsdp", "int8"), ("diloco", "int8")]
-)
-@on_ranks(3, backend="gloo")
-def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, kind: str, wire: str | None) -> None:
+def _shared_store(rank: int) -> tuple[dist.Store | None, str]:
+    """Rank 0's store, and its address."""
+    store = None
     address = [""]
     if rank == 0:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         address[0] = f"localhost:{store.port}"
     dist.broadcast_object_list(address)
+    return store, address[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wire"), [("ddp", None), ("ddp", "int8"), ("fsdp", "int8"), ("diloco", "int8")]
+)
+@on_ranks(3, backend="gloo")
+def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, kind: str, wire: str | None) -> None:
+    _store, address = _shared_store(rank)
     replica = _Replica(rank, kind, wire)
-    replica.join(address[0], 1, [0, 1, 2], new=[])
+    replica.join(address, 1, [0, 1, 2], new=[])
     for i in range(4):
         replica.step(i)
     before = replica.residuals()
     replica.step(4, commit=False)  # nobody applies it
-    replica.join(address[0], 2, [0, 1, 2], new=[])
+    replica.join(address, 2, [0, 1, 2], new=[])
     assert all(torch.equal(r, before[name]) for name, r in replica.residuals().items())
     for i in range(5, 8):
         replica.step(i)
@@ -188,16 +195,16 @@ def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, kind: str, wire: 
         steps, sent, wanted = replica.manager.step, replica.sent, replica.wanted
         replica = _Replica(rank, kind, wire)
     else:
-        replica.join(address[0], 3, [0, 2], new=[])
+        replica.join(address, 3, [0, 2], new=[])
         for i in range(8, 11):
             replica.step(i)
-    replica.join(address[0], 4, [0, 1, 2], new=[1])
+    replica.join(address, 4, [0, 1, 2], new=[1])
     if rank == 1:
         replica.manager.step, replica.sent, replica.wanted = steps, sent, wanted
     outputs = replica.step(11)
     shared = _sum({name: output.clone() for name, output in outputs.items()})
     assert all(torch.allclose(shared[name], 3 * output) for name, output in outputs.items())
-    replica.join(address[0], 5, [0, 1, 2], new=[])
+    replica.join(address, 5, [0, 1, 2], new=[])
     for i in range(12, 15):
         replica.step(i)
     residuals = _sum(replica.residuals())
@@ -207,6 +214,49 @@ def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, kind: str, wire: 
         for name, total in replica.wanted.items():
             found = replica.sent[name] + residuals.get(name, 0) + left.get(name, 0)
             assert relative_error(found, total) < 3 * TOLERANCE[torch.float32], name
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@on_ranks(2, backend="gloo")
+def test_nothing_is_lost_in_steps_of_two_passes(rank: int, kind: str) -> None:
+    _store, address = _shared_store(rank)
+    replica = _Replica(rank, kind, "int8")
+    replica.join(address, 1, [0, 1], new=[])
+    for i in range(6):
+        first = 100 + i
+        replica.averages.module(gradients(SHAPES, rank, first)).backward()
+        before = replica.residuals()
+        replica.step(i, commit=i != 3)
+        if i != 3:
+            for member in (0, 1):
+                add_to(replica.wanted, gradients(SHAPES, member, first))
+        if i == 2:
+            kept = replica.residuals()
+        elif i == 3:
+            assert not all(torch.equal(r, before[name]) for name, r in kept.items())
+            assert all(torch.equal(r, kept[name]) for name, r in replica.residuals().items())
+    residuals = _sum(replica.residuals())
+    for name, total in replica.wanted.items():
+        found = replica.sent[name] + residuals.get(name, 0)
+        assert relative_error(found, total) < 3 * TOLERANCE[torch.float32], name
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "diloco"])
+@on_ranks(2, backend="gloo")
+def test_a_replica_loads_what_it_saved(rank: int, kind: str) -> None:
+    _store, address = _shared_store(rank)
+    replica = _Replica(rank, kind, "int8")
+    replica.join(address, 1, [0, 1], new=[])
+    for i in range(4):
+        replica.step(i)
+    replica.step(4, commit=False)  # which is no part of the state
+    state, before = replica.compression.state_dict(per_rank=True), replica.residuals()
+    again = _Replica(rank, kind, "int8")
+    again.compression.load_state_dict(state)
+    again.join(address, 2, [0, 1], new=[])
+    assert all(torch.equal(r, before[name]) for name, r in again.residuals().items())
+    for one in (replica, again):
+        one.group.shutdown()
 
 
 @on_ranks(2, backend="gloo")

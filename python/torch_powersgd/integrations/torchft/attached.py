@@ -7,6 +7,7 @@ recognizes one kind of tensor: buckets of DDP, shards of FSDP2, changes of DiLoC
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -32,7 +33,8 @@ Leave = Callable[[], None]  # leaves the group after an error
 class Attached(ABC):
     """Gradients whose compression continues in every group that a quorum makes.
 
-    A step is everything that the manager averages of them until its step count advances.
+    A step is everything that the manager averages of them until its step count advances. Only its
+    first backward pass is compressed, because a step of several could not be undone.
 
     Args:
         target: The gradients.
@@ -46,7 +48,10 @@ class Attached(ABC):
     ) -> None:
         self.manager, self.leave = manager, leave
         self.compression = compress(target, None, group, register_hook=False)
-        self.step: int | None = None  # the manager's count at the last step begun
+        self.compression._apart = True
+        self.step: int | None = None  # the manager's count at the step begun, until it is settled
+        self.compresses = False  # whether the present pass is compressed
+        _settle_with(manager, self.settle)
 
     @abstractmethod
     def target(self) -> Target | None:
@@ -69,9 +74,10 @@ class Attached(ABC):
         self.moved()
         self.settle()
 
-    def begin_step(self) -> None:
-        self.settle()
-        self.step = self.manager.current_step()
+    def begin_pass(self) -> None:
+        self.compresses = self.step is None
+        if self.compresses:
+            self.step = self.manager.current_step()
 
     def settle(self) -> None:
         """Undoes the last step unless it was committed: a commit advances the manager's count."""
@@ -107,8 +113,10 @@ class AttachedDdp(Attached):
         if number is None:
             return None
         if self.bucket is None or number <= self.bucket:  # DDP reduces them in order
-            self.begin_step()
+            self.begin_pass()
         self.bucket = number
+        if not self.compresses:
+            return None
         return Sum(self.leave, self.buckets.sum(module.reducer, number, tensor))
 
     def settle(self) -> None:
@@ -143,13 +151,15 @@ class AttachedShards(Attached):
             return None
         (_, bucket, parameters), self.next = self.next, None
         if not self.in_pass:
-            self.begin_step()
+            self.begin_pass()
         self.in_pass = True
+        if not self.compresses:
+            return None
         reducer = self.compression._reducer
         return Sum(self.leave, reducer.reduce(bucket, tensor, parameters, divisor=1))
 
     def end_step(self) -> None:
-        if self.in_pass:
+        if self.in_pass and self.compresses:
             self.compression._reducer.end_step()
         self.in_pass = False
 
@@ -206,11 +216,34 @@ class AttachedFragment(Attached):
             return None
         self.passed += 1
         if self.passed == len(self.names):
-            self.begin_step()
+            self.settle()
+            self.begin_pass()
             tensors = self.compression._tensors
             assert tensors is not None  # because it has not ended
             self.round.begin(tensors.sum([changes[name] for name in self.names]))
         return self.round
+
+
+def _settle_with(manager: Manager, settle: Callable[[], None]) -> None:
+    """Settles a step once the manager has decided on it, or begins another without.
+
+    A manager has no hooks, so this function wraps two methods of this one object.
+    """
+    start, commit = manager.start_quorum, manager.should_commit
+
+    @functools.wraps(start)
+    def start_quorum(*args: Any, **kwargs: Any) -> None:
+        settle()
+        start(*args, **kwargs)
+
+    @functools.wraps(commit)
+    def should_commit(*args: Any, **kwargs: Any) -> bool:
+        committed = commit(*args, **kwargs)
+        settle()
+        return committed
+
+    manager.start_quorum = start_quorum
+    manager.should_commit = should_commit
 
 
 class Sum(dist._Work):

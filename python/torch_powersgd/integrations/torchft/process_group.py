@@ -76,7 +76,7 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
 
         Returns:
             A handle. Call its ``state_dict`` with ``per_rank=True``; without, it would wait for
-            replicas that may be gone.
+            replicas that may be gone. Call ``load_state_dict`` before the first quorum.
 
         Raises:
             ValueError: If the module can't be attached, or there was a quorum before.
