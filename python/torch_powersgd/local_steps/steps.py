@@ -180,7 +180,9 @@ class LocalSGD(Stateful):
 
     @torch.inference_mode(False)
     def state_dict(self, per_rank: bool = False) -> dict[str, Any]:
-        """Returns the state. Collective without ``per_rank``. A round in flight ends first.
+        """Returns the state. Collective without ``per_rank``.
+
+        A round in flight ends first and moves the parameters: copy those of the model afterwards.
 
         Args:
             per_rank: As in ``Compression.state_dict``. If False, any number of processes can load

@@ -118,7 +118,7 @@ def test_a_state_is_a_snapshot(rank: int, outer: bool) -> None:
 @on_ranks(2)
 def test_states_of_different_jobs_are_refused(rank: int, outer: bool) -> None:
     """Their anchors or momentum would differ for ever, because only means move them."""
-    states = []
+    states: list[dict[str, Any]] = []
     for job in (Job(outer), Job(outer)):
         job.train(rank + 2 * len(states), 0, EVERY)
         states.append(job.steps.per_rank.state_dict())
