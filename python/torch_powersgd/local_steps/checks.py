@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -20,7 +22,7 @@ from torch_powersgd import fsdp
 from torch_powersgd._core import _C
 from torch_powersgd.attach_checks import first_difference
 from torch_powersgd.group_backends import check_alive, find_backends
-from torch_powersgd.local_steps.fragment import Tensors
+from torch_powersgd.local_steps.fragment import Tensors, reshard
 from torch_powersgd.option_values import dtype_name, is_bool, shown
 from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments, next_call
 from torch_powersgd.targets import NamedTensors, shard_of
@@ -153,6 +155,8 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
     schedule.check()
     ddp = _averages_over(model, group)
     module = model.module if isinstance(model, DistributedDataParallel) else model
+    reshard(module)
+    _check_not_split(module, arguments.optimizer, group)
     everything = dict(module.named_parameters())
     trained = {name: p for name, p in everything.items() if p.requires_grad and p.numel()}
     if len(trained) < schedule.fragments:
@@ -198,8 +202,42 @@ def _averages_over(
 
 
 def _same_processes(one: dist.ProcessGroup | None, other: dist.ProcessGroup) -> bool:
-    ranks_of = dist.distributed_c10d._world.pg_group_ranks  # of the groups that torch knows
-    return one is other or (one in ranks_of and ranks_of[one] == ranks_of.get(other))
+    known = _known_ranks()
+    return one is other or (one in known and known[one] == known.get(other))
+
+
+def _known_ranks() -> dict[Any, dict[int, int]]:
+    """The global ranks of the groups that torch knows."""
+    return dist.distributed_c10d._world.pg_group_ranks
+
+
+def _check_not_split(
+    model: torch.nn.Module, optimizer: Optimizer, group: dist.ProcessGroup
+) -> None:
+    """Raises a ValueError if processes of the group hold different parts of the model."""
+    others = _known_ranks().get(group, {}).keys() - {dist.get_rank()}
+    for what, over in _splits(model, optimizer):
+        if others & _known_ranks().get(over, {}).keys():
+            raise ValueError(
+                f"{what} is split over processes of this group, but each must be able to train on "
+                "its own: pass as group one process of each replica"
+            )
+
+
+def _splits(
+    model: torch.nn.Module, optimizer: Optimizer
+) -> Iterator[tuple[str, dist.ProcessGroup | None]]:
+    """What is split between processes, and over which group."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            for i, placement in enumerate(parameter.placements):
+                if not placement.is_replicate():
+                    yield repr(name), parameter.device_mesh.get_group(i)
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            yield "FullyShardedDataParallel", module.process_group
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        yield "ZeroRedundancyOptimizer", optimizer.process_group
 
 
 def split(parameters: Tensors, count: int) -> list[Tensors]:

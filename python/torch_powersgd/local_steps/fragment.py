@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd.attach import compress
 from torch_powersgd.options import Options
@@ -134,6 +135,13 @@ def average_exactly(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -
         mean = mean.view_as(tensor)
         tensor.copy_(torch.where(mean.isfinite(), mean, tensor))
     return flat.nbytes
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Shards FSDP2's root, which a forward pass without a backward pass leaves whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:

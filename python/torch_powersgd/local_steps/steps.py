@@ -12,14 +12,14 @@ from weakref import WeakMethod
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from torch_powersgd import grad_scaler, log
 from torch_powersgd.checkpoint import PerRank
+from torch_powersgd.group_backends import find_backends
 from torch_powersgd.local_steps import checks, state, summary
 from torch_powersgd.local_steps.checks import Arguments, Schedule
-from torch_powersgd.local_steps.fragment import Fragment, Tensors, average_exactly
+from torch_powersgd.local_steps.fragment import Fragment, Tensors, average_exactly, reshard
 from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.options import Options
 from torch_powersgd.stats import ratio
@@ -205,7 +205,7 @@ class LocalSGD(Stateful):
                 fit.
         """
         self._finish_all()
-        self._reshard()
+        reshard(self._model)
         found = state.load(self._progress, self.group, self._fragments, state_dict)
         self._step, self._rounds, self._moved = found.step, found.rounds, True
         if found.outer_optimizer is not None:
@@ -307,14 +307,8 @@ class LocalSGD(Stateful):
         buffers = [buffer for name, buffer in named if name in self._buffer_names]
         self._buffer_bytes += average_exactly(buffers, self.group)
 
-    def _reshard(self) -> None:
-        """Shards FSDP2's root, which a forward pass without a backward pass leaves whole."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def _begin(self, fragments: Sequence[Fragment], overlaps: bool = False) -> None:
-        self._reshard()
+        reshard(self._model)
         self._check_trainable()
         for fragment in fragments:
             if name := fragment.begin(overlaps):
@@ -337,7 +331,7 @@ class LocalSGD(Stateful):
     def _finish(self, fragment: Fragment, averages: bool = False) -> None:
         if not fragment.in_flight:
             return
-        self._reshard()
+        reshard(self._model)
         averages = averages or self._step <= self.schedule.warmup_steps
         if fragment.finish(Fragment.subtract if averages else self._move):
             self._dropped += 1

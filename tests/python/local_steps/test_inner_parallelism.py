@@ -15,8 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
@@ -56,6 +57,16 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps:
         optimizer.step()
 
 
+def _mesh() -> DeviceMesh:
+    """Two hosts of two processes."""
+    return init_device_mesh(
+        "cpu",
+        (2, 2),
+        mesh_dim_names=("hosts", "host"),
+        backend_override={"hosts": "cpu:powersgd", "host": "gloo"},
+    )
+
+
 @torch.no_grad()
 def _evaluate(model: nn.Module) -> torch.Tensor:
     """Leaves the root of FSDP2 whole, because no backward pass follows."""
@@ -74,12 +85,7 @@ def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
 @on_ranks(WORLD_SIZE, backend="gloo")
 def test_replicas_of_ddp_and_shards_of_fsdp_take_the_same_steps(rank: int, tmp_path: Path) -> None:
     """Two hosts of two processes. FSDP2's shards are compressed as matrices of their own."""
-    mesh = init_device_mesh(
-        "cpu",
-        (2, 2),
-        mesh_dim_names=("hosts", "host"),
-        backend_override={"hosts": "cpu:powersgd", "host": "gloo"},
-    )
+    mesh = _mesh()
     hosts = mesh.get_group("hosts")
     for options in (tp.Options(scope="never"), OPTIONS):
         replicated = DistributedDataParallel(_net(), process_group=mesh.get_group("host"))
@@ -88,6 +94,7 @@ def test_replicas_of_ddp_and_shards_of_fsdp_take_the_same_steps(rank: int, tmp_p
         ended = []
         for model in (replicated, sharded):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            _evaluate(model)
             steps = tp.LocalSGD(model, optimizer, EVERY, options, warmup_steps=0, group=hosts)
             _train(model, optimizer, rank, EVERY * ROUNDS)
             _evaluate(model)
@@ -127,15 +134,31 @@ def test_beside_post_local_sgd(rank: int) -> None:
 
 @on_ranks(WORLD_SIZE, backend="gloo")
 def test_what_is_averaged_anyway_is_refused(rank: int) -> None:
-    mesh = init_device_mesh(
-        "cpu",
-        (2, 2),
-        mesh_dim_names=("hosts", "host"),
-        backend_override={"hosts": "cpu:powersgd", "host": "gloo"},
-    )
+    mesh = _mesh()
     hybrid = _net()
     fully_shard(hybrid, mesh=mesh)
     optimizer = torch.optim.SGD(hybrid.parameters(), lr=0.1)
     message = "call fully_shard with the mesh of the shards alone"
     with pytest.raises(ValueError, match=re.escape(message)):
         tp.LocalSGD(hybrid, optimizer, EVERY, group=mesh.get_group("hosts"))
+
+
+@on_ranks(WORLD_SIZE, backend="gloo")
+def test_a_group_with_other_parts_of_the_model_is_refused(rank: int) -> None:
+    """The parts of one process would replace those of another."""
+    mesh, everyone = _mesh(), dist.new_group(backend="cpu:powersgd")
+    host = mesh.get_group("host")
+    sharded = _net()
+    fully_shard(sharded, mesh=mesh["host"])
+    flat = FullyShardedDataParallel(_net(), process_group=host, device_id=torch.device("cpu"))
+    ddp = DistributedDataParallel(_net(), process_group=host)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=host, lr=0.1)
+    parts: list[tuple[nn.Module, torch.optim.Optimizer, str]] = [
+        (sharded, torch.optim.SGD(sharded.parameters()), "'gain'"),
+        (flat, torch.optim.SGD(flat.parameters()), "FullyShardedDataParallel"),
+        (ddp, zero, "ZeroRedundancyOptimizer"),
+    ]
+    for model, optimizer, what in parts:
+        with pytest.raises(ValueError, match=f"{what} is split over processes of this group"):
+            tp.LocalSGD(model, optimizer, EVERY, group=everyone)
+    tp.LocalSGD(ddp, zero, EVERY, group=mesh.get_group("hosts")).detach()
