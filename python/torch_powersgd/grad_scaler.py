@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 
@@ -46,6 +46,19 @@ def call_after_step(
 
     scaler.step = step  # type: ignore[method-assign]
     _wrap_getstate(scaler)
+
+
+def weakly(
+    method: Callable[[torch.optim.Optimizer], None],
+) -> Callable[[torch.optim.Optimizer], None]:
+    """Returns a function that calls the method while its object lives. A scaler may outlive it."""
+    reference = WeakMethod(method)
+
+    def call(optimizer: torch.optim.Optimizer) -> None:
+        if (found := reference()) is not None:
+            found(optimizer)
+
+    return call
 
 
 def _wrap_scale(scaler: torch.amp.GradScaler, reference: ref[_C.BucketReducer]) -> None:

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch_powersgd.local_steps.fragment import Fragment, Tensors, average_exact
 from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.options import Options
 from torch_powersgd.stats import ratio
+from torch_powersgd.store_agreement import next_call
 
 _BROADCAST_BYTES = 250 << 20  # as DDP's
 
@@ -118,7 +118,7 @@ class LocalSGD(Stateful):
         self._hook = optimizer.register_step_post_hook(self._after_step)
         checks.counted.add(optimizer)
         if scaler is not None:
-            grad_scaler.call_after_step(scaler, _weak(self._after_scaler))
+            grad_scaler.call_after_step(scaler, grad_scaler.weakly(self._after_scaler))
         if self.group.rank() == 0:
             log.notice(summary.announcement(*self._described, self._fragments))
 
@@ -222,11 +222,14 @@ class LocalSGD(Stateful):
         return PerRank(self)
 
     def detach(self) -> None:
-        """Ends the local steps, with ``sync(exact=True)`` if any was taken. Collective.
+        """Ends the local steps, with ``sync(exact=True)`` if any process took one. Collective.
 
         DDP averages gradients again. The residuals are lost unless you call ``state_dict`` first.
         """
-        if self._moved:
+        timeout = find_backends(self.group)[0].options._timeout
+        call = next_call(self.group, f"{type(self).__name__}.detach", timeout)
+        mine = {"moved": self._moved}
+        if call.agree(mine, lambda _: "", lambda everyone: any(of["moved"] for of in everyone)):
             self.sync(exact=True)
         self._last_stats = self.stats()
         self._end()
@@ -346,14 +349,3 @@ class LocalSGD(Stateful):
         if optimizer is self.optimizer and not self._heard:
             self._count_step()
         self._heard = False
-
-
-def _weak(method: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
-    """Returns a function that calls the method while its object lives. A scaler may outlive it."""
-    reference = WeakMethod(method)
-
-    def call(optimizer: Optimizer) -> None:
-        if (found := reference()) is not None:
-            found(optimizer)
-
-    return call

@@ -151,6 +151,18 @@ def test_the_end_leaves_all_as_it_was(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_one_rank_takes_a_last_step(rank: int) -> None:
+    model = _net()
+    optimizer = _sgd(model)
+    with tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=1):
+        for i in range(1 + rank):
+            _backward(model, rank, i)
+            optimizer.step()
+        assert not models_agree(model)
+    assert models_agree(model)
+
+
+@on_ranks(2)
 def test_a_parameter_that_is_trained_later_is_named(rank: int) -> None:
     model = _net()
     next(model.parameters()).requires_grad_(False)
