@@ -24,10 +24,10 @@ from torch_powersgd import (
 from torch_powersgd._core import _C
 from torch_powersgd.attach_checks import Previous
 from torch_powersgd.ddp import Hook, python_hook
-from torch_powersgd.group_backends import check_alive, find_backends
+from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.option_values import positive
 from torch_powersgd.options import Options
-from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments, next_call
+from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments
 from torch_powersgd.summary import summary
 from torch_powersgd.targets import Target, shard_of
 
@@ -266,15 +266,6 @@ class Compression(Stateful):
                 processes have states of different steps or, without ``per_rank``, of different
                 content. A state with ``per_rank`` fits only its own process, of as many processes.
         """
-        loaded = self._load(state_dict)
-        if self._speaks:
-            log.notice(
-                f"loaded the state of step {loaded.step}, with the residuals of "
-                f"{loaded.parameters} parameters"
-            )
-
-    def _load(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:
-        """``load_state_dict`` without the log message."""
         loaded: checkpoint.Loaded | None = None
         try:
             loaded = self._read(state_dict)
@@ -284,7 +275,11 @@ class Compression(Stateful):
         self._agree("load_state_dict", mine, checkpoint.compare)
         assert loaded is not None  # otherwise _agree raised
         loaded.into(self._reducer.states)
-        return loaded
+        if self._speaks:
+            log.notice(
+                f"loaded the state of step {loaded.step}, with the residuals of "
+                f"{loaded.parameters} parameters"
+            )
 
     def _read(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:
         """Returns this process's part, checked. It raises a ValueError if it does not fit."""
@@ -396,13 +391,10 @@ class Compression(Stateful):
 
     def _agree(self, function: str, mine: dict[str, Any], compare: Compare | None = None) -> None:
         """Waits until all processes have made the same call. An error names those that don't."""
-        check_alive(self.group)
-        timeout = find_backends(self.group)[0].options._timeout
         # All compressions of a group share the count of calls, so the names tell them apart.
         names = zlib.crc32(repr(self._reducer.states.names).encode())
-        call = next_call(self.group, function, timeout)
         same = equality_of(f"the module, the step or the arguments of {function}")
-        call.agree({**mine, "names": names}, compare or same)
+        next_call_on(self.group, function).agree({**mine, "names": names}, compare or same)
 
 
 def _forget_states(compression: ref[Compression]) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from torch_powersgd._core import _C
 from torch_powersgd.option_values import shown
+from torch_powersgd.store_agreement import CollectiveCall, next_call
 
 # The backend string of a job whose gradients are on this type of device.
 BACKENDS = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
@@ -79,6 +80,12 @@ def check_alive(group: dist.ProcessGroup) -> None:
             "the process group of this module was destroyed or aborted: create a new group, wrap "
             "the module in DDP again, and attach the new wrapper"
         )
+
+
+def next_call_on(group: dist.ProcessGroup, function: str) -> CollectiveCall:
+    """This rank's next call of a function that every rank of a powersgd group must call."""
+    check_alive(group)
+    return next_call(group, function, find_backends(group)[0].options._timeout)
 
 
 def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:

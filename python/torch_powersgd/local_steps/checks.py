@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from torch_powersgd import fsdp
 from torch_powersgd._core import _C
 from torch_powersgd.attach_checks import first_difference
-from torch_powersgd.group_backends import check_alive, find_backends
+from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps.fragment import Tensors, reshard
 from torch_powersgd.option_values import dtype_name, is_bool, shown
-from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments, next_call
+from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments
 from torch_powersgd.targets import NamedTensors, shard_of
 
 counted: WeakSet[Optimizer] = WeakSet()  # the optimizers that take local steps
@@ -106,8 +106,7 @@ def agree(function: str, arguments: Arguments) -> Found:
         ValueError: On every process, if an argument is not valid or differs.
     """
     group = NamedTensors({}).group(arguments.group)
-    check_alive(group)
-    timeout = find_backends(group)[0].options._timeout
+    call = next_call_on(group, function)
     found = None
     try:
         found = _find(arguments, group)
@@ -118,7 +117,7 @@ def agree(function: str, arguments: Arguments) -> Found:
         ]
     except Exception as invalid:  # Of any type: the other processes wait for it.
         mine = error_as_arguments(invalid)
-    next_call(group, function, timeout).agree(mine, _comparison(function))
+    call.agree(mine, _comparison(function))
     assert found is not None  # otherwise agree() raised
     return found
 

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd import checksum
-from torch_powersgd.group_backends import find_backends
+from torch_powersgd.checkpoint import Loaded
+from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps.fragment import Fragment
 from torch_powersgd.option_values import shown
-from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
+from torch_powersgd.store_agreement import equality_of, error_as_arguments
 from torch_powersgd.targets import shard_of
 
 VERSION = 1
@@ -57,29 +58,28 @@ def load(
     Returns:
         What takes the place of the present progress.
     """
-    per_rank = False
+    loaded: list[Loaded] = []
     try:
-        per_rank = _check(now, fragments, state)
-        mine = {"step": state["step"], "rounds": state["rounds"], "per_rank": per_rank}
-        mine["content"] = _content(state)
+        loaded = _check(now, fragments, state)
+        mine = {"step": state["step"], "rounds": state["rounds"], "content": _content(state)}
+        mine["fragments"] = [compression.plain() for compression in loaded]
     except Exception as invalid:  # Of any type: the other processes wait for it.
         mine = error_as_arguments(invalid)
     function = f"{now.kind}.load_state_dict"
-    timeout = find_backends(group)[0].options._timeout
-    same = equality_of(f"the states of {function}")
-    next_call(group, function, timeout).agree(mine, same)
-    for fragment, saved in zip(fragments, state["fragments"].values(), strict=True):
-        fragment.compression._load(saved["compression"])
+    next_call_on(group, function).agree(mine, equality_of(f"the states of {function}"))
+    parts = zip(fragments, state["fragments"].values(), loaded, strict=True)
+    for fragment, saved, compression in parts:
+        compression.into(fragment.compression._reducer.states)
         with torch.no_grad():
             for name, anchor in fragment.anchors.items():
                 anchor.copy_(saved["anchors"][name])
-        if not per_rank:
+        if compression.mean is not None:
             fragment.reset()
     return Progress(**{field.name: state.get(field.name) for field in fields(Progress)})
 
 
-def _check(now: Progress, fragments: Sequence[Fragment], state: Any) -> bool:
-    """Returns whether a state is one of ``per_rank``. It raises a ValueError if it does not fit."""
+def _check(now: Progress, fragments: Sequence[Fragment], state: Any) -> list[Loaded]:
+    """Returns the compressions of a state, checked. It raises a ValueError if one doesn't fit."""
     _require(isinstance(state, dict), "type", "a dict", type(state).__name__)
     for field, wanted in (("version", VERSION), ("kind", now.kind)):
         _require(state.get(field) == wanted, field, repr(wanted), state.get(field))
@@ -93,12 +93,13 @@ def _check(now: Progress, fragments: Sequence[Fragment], state: Any) -> bool:
     names = [str(i) for i in range(len(fragments))]
     fits = isinstance(saved, dict) and list(saved) == names
     _require(fits, "fragments", f"a dict of {len(names)} entries", saved)
-    kinds = set()
+    loaded = []
     for fragment, part in zip(fragments, saved.values(), strict=True):
         _check_anchors(fragment.anchors, part["anchors"])
-        kinds.add(fragment.compression._read(part["compression"]).mean is None)
+        loaded.append(fragment.compression._read(part["compression"]))
+    kinds = {compression.mean is None for compression in loaded}
     _require(len(kinds) == 1, "per_rank", "the same in all fragments", kinds)
-    return kinds.pop()
+    return loaded
 
 
 def _check_anchors(anchors: dict[str, torch.Tensor], saved: Any) -> None:

@@ -15,14 +15,13 @@ from torch.optim import Optimizer
 
 from torch_powersgd import grad_scaler, log
 from torch_powersgd.checkpoint import PerRank
-from torch_powersgd.group_backends import find_backends
+from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps import checks, state, summary
 from torch_powersgd.local_steps.checks import Arguments, Schedule
 from torch_powersgd.local_steps.fragment import Fragment, Tensors, average_exactly, reshard
 from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.options import Options
 from torch_powersgd.stats import ratio
-from torch_powersgd.store_agreement import next_call
 
 _BROADCAST_BYTES = 250 << 20  # as DDP's
 
@@ -226,8 +225,7 @@ class LocalSGD(Stateful):
 
         DDP averages gradients again. The residuals are lost unless you call ``state_dict`` first.
         """
-        timeout = find_backends(self.group)[0].options._timeout
-        call = next_call(self.group, f"{type(self).__name__}.detach", timeout)
+        call = next_call_on(self.group, f"{type(self).__name__}.detach")
         mine = {"moved": self._moved}
         if call.agree(mine, lambda _: "", lambda everyone: any(of["moved"] for of in everyone)):
             self.sync(exact=True)
