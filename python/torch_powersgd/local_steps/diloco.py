@@ -72,6 +72,9 @@ class DiLoCo(LocalSGD):
             for name, anchor in fragment.anchors.items()
         }
         self._given = [group["params"] for group in groups]
+        idle = [p for given in self._given for p in given if p not in self._anchor_of]
+        state = self.outer_optimizer.state
+        self._idle = {p: state.pop(p) for p in idle if p in state}
         for group in groups:
             group["params"] = [self._anchor_of[p] for p in group["params"] if p in self._anchor_of]
         for parameter, anchor in self._anchor_of.items():
@@ -81,6 +84,7 @@ class DiLoCo(LocalSGD):
         super()._end()
         for group, given in zip(self.outer_optimizer.param_groups, self._given, strict=False):
             group["params"] = given
+        self.outer_optimizer.state.update(self._idle)
         for parameter, anchor in self._anchor_of.items():
             self._move_state(anchor, parameter)
 
