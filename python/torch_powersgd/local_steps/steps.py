@@ -224,6 +224,8 @@ class LocalSGD(Stateful):
         """Ends the local steps, with ``sync(exact=True)`` if any process took one. Collective.
 
         DDP averages gradients again. The residuals are lost unless you call ``state_dict`` first.
+        Each process keeps its own optimizer state, such as AdamW's moments, with which DDP's
+        replicas would drift apart: to continue with DDP, create a new optimizer.
         """
         call = next_call_on(self.group, f"{type(self).__name__}.detach")
         mine = {"moved": self._moved}
@@ -319,14 +321,14 @@ class LocalSGD(Stateful):
                 )
 
     def _check_trainable(self) -> None:
-        """Raises a RuntimeError if a parameter that was frozen at first is trained now."""
+        """Raises a RuntimeError if a parameter that was not trained at first is trained now."""
         averaged = {id(p) for fragment in self._fragments for p in fragment.parameters.values()}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.numel() and id(parameter) not in averaged:
                 kind = type(self).__name__
                 raise RuntimeError(
-                    f"{name!r} was frozen when {kind} was created but is trained now, so it is not "
-                    f"averaged. Call detach() and create {kind} again"
+                    f"{name!r} was frozen or missing when {kind} was created but is trained now, "
+                    f"so it is not averaged. Call detach() and create {kind} again"
                 )
 
     def _finish(self, fragment: Fragment, averages: bool = False) -> None:
