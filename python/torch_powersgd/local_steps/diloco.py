@@ -102,8 +102,9 @@ class DiLoCo(LocalSGD):
 
     def _outer_optimizer_state(self) -> dict[str, Any]:
         """Returns the state with an entry for every anchor: ``dcp.load`` loads only these."""
-        outer = copy.deepcopy(self.outer_optimizer)
-        moved = [*outer.state_dict()["state"]]
+        moved = [*self.outer_optimizer.state_dict()["state"]]
+        as_is = {id(anchor): anchor for anchor in self.outer_optimizer.state}  # saves memory
+        outer = copy.deepcopy(self.outer_optimizer, as_is)
         for group in outer.param_groups:
             for anchor in group["params"]:
                 if anchor not in outer.state:
