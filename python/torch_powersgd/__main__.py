@@ -49,8 +49,13 @@ def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
     try:
-        return int(arguments.run(arguments))
-    except (ValueError, ImportError, AttributeError) as error:
+        status = int(arguments.run(arguments))
+        print(end="", flush=True)
+        return status
+    except BrokenPipeError:  # as `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its exit
+        return 1
+    except ValueError as error:
         _tell_torchrun(error)
         if isinstance(error, SharedError) and os.environ["RANK"] != "0":
             return 2  # The first process reports it.

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
+import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.tools.advice import RECOMMENDED
@@ -60,6 +63,8 @@ def count(value: str) -> int:
 def callable_of(path: str, placeholder: str, form: str, *arguments: object) -> Callable[..., Any]:
     """The callable that MODULE:NAME names. The working directory is searched first.
 
+    Any error in the user's code is printed with its traceback, and raised as a ValueError.
+
     Args:
         path: MODULE:NAME.
         placeholder: the name of ``path`` in the usage.
@@ -71,16 +76,31 @@ def callable_of(path: str, placeholder: str, form: str, *arguments: object) -> C
         raise ValueError(f"{placeholder} must name a module and a callable in it, got {path!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    found = getattr(importlib.import_module(module_name), name)
+    if importlib.util.find_spec(module_name.split(".")[0]) is None:
+        raise ValueError(f"{placeholder} must name a module that can be imported, got {path!r}")
+    with _failures_of(path):
+        module = importlib.import_module(module_name)
+    found = getattr(module, name, None)
     if not callable(found):
-        raise ValueError(f"{path} must be a callable, got {type(found).__name__}")
+        has = type(found).__name__ if hasattr(module, name) else "no such name"
+        raise ValueError(f"{path} must be a callable, got {has}")
     signature = inspect.signature(found)
     try:
         signature.bind(*arguments)
     except TypeError:
         raise ValueError(f"{path} must be of the form {form!r}, got {name}{signature}") from None
-    result: Callable[..., Any] = found
+    result: Callable[..., Any] = _failures_of(path)(found)
     return result
+
+
+@contextlib.contextmanager
+def _failures_of(path: str) -> Iterator[None]:
+    """Shows where the user's own code fails, and ends a ``sys.exit`` in it as an error."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        raise ValueError(f"{path} failed with {type(error).__name__}: {error}") from None
 
 
 def make_model(path: str) -> torch.nn.Module:
@@ -88,4 +108,6 @@ def make_model(path: str) -> torch.nn.Module:
     model = callable_of(path, "MODULE:FACTORY", FACTORY_FORM)()
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"{path} must return a torch.nn.Module, got {type(model).__name__}")
+    if any(map(is_lazy, model.parameters())):
+        raise ValueError(f"{path} must call its model once, to initialize the lazy parameters")
     return model

@@ -119,6 +119,8 @@ def joined(command: str, device_type: str) -> Iterator[torch.device]:
         )
     device = torch.device(device_type)
     if device_type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("--device cuda needs a GPU, and torch sees none here")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(BACKENDS[device_type])
     try:
@@ -139,7 +141,7 @@ def on_every_process(make: Callable[[], T], outline: Callable[[T], str] = lambda
     try:
         made = make()
         mine = {"outline": outline(made)}
-    except (ValueError, ImportError, AttributeError) as error:
+    except ValueError as error:
         mine = error_as_arguments(error)
     except Exception as error:  # The other processes must not wait for this one.
         traceback.print_exc()

@@ -14,6 +14,7 @@ import torch
 from torch_powersgd._core import _C
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
+from torch_powersgd.stats import ratio
 from torch_powersgd.tools.footprint import Footprint, as_reals, assign_buckets, footprint_of
 from torch_powersgd.tools.tables import GAP, Table, say, terminal_width
 from torch_powersgd.units import size_text
@@ -160,7 +161,7 @@ def summary(
     wire = dtype_name(options.wire_dtype or torch.float32)
     setting = f"matrix rank {options.matrix_approximation_rank} with factors in {wire}"
     frozen = sum(1 for p in model.parameters() if not p.requires_grad)
-    ignored = [f"{frozen} parameters require no gradient and are left out."] if frozen else []
+    ignored = [f"Parameters without a gradient, which are left out: {frozen}."] if frozen else []
     if not footprint.compressed:
         highest = highest_rank(model, options)
         return [
@@ -216,7 +217,7 @@ def _cells(row: Row, prefix: int) -> tuple[str, ...]:
 def _numbers(rows: list[Row]) -> tuple[str, str, str]:
     gradient = sum(row.gradient_bytes for row in rows)
     sent = sum(row.sent_bytes for row in rows)
-    return size_text(gradient), size_text(sent), f"{gradient / max(sent, 1):.1f}"
+    return size_text(gradient), size_text(sent), f"{ratio(gradient, sent):.1f}"
 
 
 def _pattern(name: str) -> str:

@@ -62,7 +62,8 @@ class Table:
             drawn.add_column(heading, footer, justify="right" if i else "left", no_wrap=True)
         for i, row in enumerate(self.rows):
             drawn.add_row(*row, style="bold" if i == self.marked else None)
-        Console(highlight=False, markup=False).print(drawn)
+        # In a narrow terminal rich would cut the numbers short.
+        Console(highlight=False, markup=False, width=sys.maxsize).print(drawn)
 
 
 def terminal_width() -> int:

@@ -36,6 +36,11 @@ def missing_on_rank_0():
         raise FileNotFoundError("the weights")
     return model()
 
+def exits_on_rank_1(model):
+    if os.environ["RANK"] == "1":
+        raise SystemExit(0)
+    step(model)
+
 calls = []
 
 def breaks_rank_0(model):
@@ -90,7 +95,15 @@ def test_a_size_of_buckets_that_pays_is_in_the_lines_to_copy(folder: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["models_of_advise:missing_on_rank_0"], "error: rank 0: FileNotFoundError: the weights"),
+        (
+            ["models_of_advise:missing_on_rank_0"],
+            "error: rank 0: models_of_advise:missing_on_rank_0 failed with FileNotFoundError: "
+            "the weights",
+        ),
+        (
+            [MODEL, "--step", "models_of_advise:exits_on_rank_1"],
+            "error: rank 1: models_of_advise:exits_on_rank_1 failed with SystemExit: 0",
+        ),
         ([MODEL, "--step", "models_of_advise:nothing"], "nothing"),
         (
             [MODEL, "--step", "models_of_advise:without_arguments"],
@@ -107,7 +120,7 @@ def test_an_error_ends_all_processes_and_one_says_it(
     (code_0, said), (code_1, silent) = (ended.value for ended in _two(folder, *arguments))
     assert (code_0, code_1) == (2, 2)
     assert message in said
-    assert "error" not in silent
+    assert "error:" not in silent
     for rank in range(2):
         reported = ProcessFailure(rank, 0, 2, str(folder / f"error_{rank}.json"))
         assert str(reported.error_file_data["message"]["message"]) in said, "torchrun says the same"
@@ -115,7 +128,7 @@ def test_an_error_ends_all_processes_and_one_says_it(
 
 def test_a_process_that_fails_in_the_measurement_leaves_none_waiting(folder: Path) -> None:
     failed, left = _two(folder, MODEL, "--step", "models_of_advise:breaks_rank_0")
-    assert "in the middle of a measurement" in failed.error
+    assert "MemoryError: in the middle of a measurement" in failed.value[1]
     assert "Traceback" in left.error, "its group has failed, and it has not waited in vain"
 
 

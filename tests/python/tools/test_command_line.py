@@ -91,6 +91,22 @@ def test_plan(folder: Path) -> None:
             assert f"{layer}.{name}" in names
 
 
+def test_a_reader_that_has_read_enough_sees_no_traceback(folder: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, PROGRAM, "plan", "models_of_user:model"],
+        cwd=folder,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=150,
+    )
+    os.close(writing)
+    assert ended.returncode == 1
+    assert "BrokenPipe" not in ended.stderr
+
+
 def test_doctor(folder: Path) -> None:
     words = " ".join(_lines(folder, "doctor", NCCL_DEBUG="WARN", MASTER_PASSWORD="hidden")).split()
     facts = [f"{tp.__version__},", f"{torch.__version__},", f"{_C.torch_version},", "gloo"]

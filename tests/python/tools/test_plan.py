@@ -40,7 +40,18 @@ def nothing():
     return None
 
 def broken():
-    raise ValueError("the factory's own error")
+    return model().no_such_layer
+
+def exits():
+    raise SystemExit(0)
+
+def lazy():
+    return torch.nn.LazyLinear(8)
+
+def with_an_empty_one():
+    model = torch.nn.Linear(99, 99)
+    model.empty = torch.nn.Parameter(torch.empty(0, 8))
+    return model
 
 constant = 3
 
@@ -118,7 +129,7 @@ def test_the_wire(plan: Plan) -> None:
 def test_layers_of_one_kind_share_a_row(plan: Plan) -> None:
     printed = plan(LAYERS, "--rank", "4")
     assert "All names begin with trunk." in printed
-    assert "1 parameters require no gradient" in printed
+    assert "Parameters without a gradient, which are left out: 1." in printed
     rows = _rows(printed)
     assert rows["*.weight (6)"][0] == "64 x 64"
     assert rows["*.bias (12)"][:3] == ["64", "raw", "3.07 kB"]
@@ -161,10 +172,15 @@ def test_the_least_compression_rate(plan: Plan) -> None:
 def test_nothing_is_cut_off_on_a_narrow_terminal(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    printed = plan(LAYERS, "--rank", "4")
-    assert max(map(len, printed.splitlines())) <= 60
-    assert "…" not in printed
+    for columns in ("60", "30"):
+        monkeypatch.setenv("COLUMNS", columns)
+        printed = plan(LAYERS, "--rank", "4")
+        assert max(map(len, printed.splitlines())) <= 60
+        assert "…" not in printed
+
+
+def test_an_empty_parameter_has_the_ratio_of_what_is_not_compressed(plan: Plan) -> None:
+    assert _rows(plan("models_of_test:with_an_empty_one"))["empty"][-1] == "1.0"
 
 
 @pytest.mark.parametrize("width", [5, 9, 14, 60])
@@ -191,7 +207,7 @@ def test_a_long_name_goes_on_below(width: int) -> None:
             ["models_of_test:of_width"],
             r"must be of the form 'def make_model\(\).*of_width\(width\)",
         ),
-        (["models_of_test:broken"], "the factory's own error"),
+        (["models_of_test:lazy"], "models_of_test:lazy must call its model once"),
         (["models_of_test:frozen"], "no parameter that requires a gradient"),
         ([MODEL, "--wire-dtype", "int2"], "wire-dtype.*'int2'.*bfloat16"),
         ([MODEL, "--top", "0"], "--top.*an integer >= 1"),
@@ -211,3 +227,23 @@ def test_a_wrong_argument_is_a_usage_error(
     said = capsys.readouterr().err
     assert said.startswith("usage: powersgd ")
     assert re.search(message, said, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("models_of_test:broken", "AttributeError: 'Sequential' object has no attribute"),
+        ("models_of_test:exits", "SystemExit: 0"),
+        ("imports_too_much:model", "ModuleNotFoundError: No module named 'no_such_library'"),
+    ],
+)
+def test_an_error_in_the_users_code_shows_its_line(
+    plan: Plan, capsys: pytest.CaptureFixture[str], path: str, error: str
+) -> None:
+    Path("imports_too_much.py").write_text("import no_such_library")
+    with pytest.raises(SystemExit) as ended:
+        plan(path)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"error: {path} failed with {error}" in said
+    assert f'{path.split(":")[0]}.py", line ' in said
