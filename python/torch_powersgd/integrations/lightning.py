@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach
@@ -79,8 +81,9 @@ class PowerSGDStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.local_steps is not None:
-            (optimizer,) = self.optimizers
-            self._begin(self.local_steps(self.model, optimizer, scaler=self._scaler))
+            if len(self.optimizers) != 1:
+                raise ValueError(f"local_steps needs one optimizer, got {len(self.optimizers)}")
+            self._begin(self.local_steps(self.model, *self.optimizers, scaler=self._scaler))
 
     @property
     def _scaler(self) -> Any:
@@ -102,10 +105,13 @@ class PowerSGDStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        # Lightning then unwraps the module and frees the GPU, and may still save checkpoints.
-        assert self.compression is not None
         if isinstance(self.compression, LocalSGD):
             self.compression.sync(exact=True)
+        self._end()
+
+    def _end(self) -> None:
+        # Lightning then unwraps the module and frees the GPU, and may still save checkpoints.
+        assert self.compression is not None
         self._trained = move_data_to_device(self.compression.state_dict(), "cpu")
         if isinstance(self.compression, LocalSGD):
             self.compression.detach()
@@ -116,6 +122,18 @@ class PowerSGDStrategy(DDPStrategy):
         self._loaded = checkpoint.get(KEY)
         return checkpoint
 
+    # Lightning averages integers as a sum over Gloo, which cannot average them, and asks only for
+    # its name.
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if reduce_op not in ("mean", "avg") or not isinstance(tensor, torch.Tensor):
+            return super().reduce(tensor, group, reduce_op)
+        total = super().reduce(tensor, group, "sum")
+        return total.copy_(total / dist.get_world_size(group))
+
     def teardown(self) -> None:
         self._loaded = None
+        module = self.lightning_module
+        if self.compression is not None and module is not None and not module.trainer.interrupted:
+            self._end()  # There was no step left to train.
+        self.compression = None
         super().teardown()

@@ -101,6 +101,8 @@ class CompressionCallback(TrainerCallback):
         self.resumed: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if isinstance(self.compression, Compression) and not self.compression.ended:
+            self.compression.detach()  # This is another train of the same trainer.
         scaler = self.trainer.accelerator.scaler
         if self.make is None:
             self.compression = attach_module(self._ddp(), self.options, scaler=scaler)
@@ -134,7 +136,8 @@ class CompressionCallback(TrainerCallback):
         if not isinstance(ddp, DistributedDataParallel):
             raise ValueError(
                 f"the Trainer must wrap its model in DistributedDataParallel, got "
-                f"{type(ddp).__name__}: start it with torchrun, and create the process group first"
+                f"{type(ddp).__name__}: start it with torchrun, create the process group first, "
+                "and call evaluate and predict only after train"
             )
         return ddp
 

@@ -143,8 +143,13 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
             loss: torch.Tensor = self.layer(batch).square().mean()
             return loss
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+        def validation_step(self, batch: torch.Tensor, _: int) -> None:
+            self.log("validated", 1.0 + rank, sync_dist=True, batch_size=1 + 2 * rank)
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(optimizers)]
+
+    optimizers = 1
 
     def trainer(steps: int) -> Trainer:
         return Trainer(
@@ -152,6 +157,7 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
             devices=2,
             strategy=PowerSGDStrategy(OPTIONS, make),
             max_steps=steps,
+            val_check_interval=1,
             default_root_dir=tmp_path,
             logger=False,
             enable_checkpointing=False,
@@ -162,13 +168,24 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
     vectors: Any = torch.randn(64, 48)
     batches: Any = torch.utils.data.DataLoader(vectors, batch_size=4)
     file = tmp_path / "saved.ckpt"
-    for steps, resumed in ((3, None), (5, file)):
+    for steps, resumed, metrics in (
+        (3, None, {"validated": 1.75}),  # weighted by the sizes of the batches
+        (5, file, {"validated": 1.75}),
+        (5, file, {}),  # nothing is left to train
+    ):
         fitted = trainer(steps)
         module = Module()
-        fitted.fit(module, batches, ckpt_path=resumed)
+        fitted.fit(module, batches, batches, ckpt_path=resumed)
+        assert fitted.callback_metrics == metrics
         assert all_agree(module.layer.weight.tolist())
         fitted.save_checkpoint(file)
         assert torch.load(file, weights_only=False)[KEY]["step"] == steps
+    if make is not None:
+        optimizers = 2
+        module = Module()
+        module.automatic_optimization = False
+        with pytest.raises(ValueError, match="local_steps needs one optimizer, got 2"):
+            trainer(1).fit(module, batches)
 
 
 class _Loss(torch.nn.Module):
@@ -199,7 +216,7 @@ def test_transformers_resumes_from_another_folder(rank: int, make: Any, tmp_path
     torch.manual_seed(1)
     data = [{"x": torch.randn(48), "labels": torch.randn(48)} for _ in range(64)]
 
-    def train(name: str, resumed: str | None) -> torch.Tensor:
+    def train(name: str, resumed: str | None, trains: int = 1) -> torch.Tensor:
         settings = TrainingArguments(
             str(folder / name),
             use_cpu=True,
@@ -219,10 +236,11 @@ def test_transformers_resumes_from_another_folder(rank: int, make: Any, tmp_path
         model = _Loss()
         trainer = Trainer(model, settings, train_dataset=data)
         attach(trainer, OPTIONS) if make is None else local_steps(trainer, make)
-        trainer.train(resume_from_checkpoint=resumed)
+        for _ in range(trains):
+            trainer.train(resume_from_checkpoint=resumed)
         assert all_agree(model.layer.weight.tolist())
         return model.layer.weight.detach()
 
     whole = train("first", None)
-    resumed = train("second", str(folder / "first/checkpoint-3"))
+    resumed = train("second", str(folder / "first/checkpoint-3"), trains=2)
     torch.testing.assert_close(resumed, whole, rtol=0, atol=1e-6)
