@@ -22,7 +22,7 @@ from torch_powersgd._version import __version__
 from torch_powersgd.group_backends import device_types
 from torch_powersgd.options import Options, from_environment, unknown_variables
 from torch_powersgd.tools import tcp
-from torch_powersgd.tools.interfaces import host_address
+from torch_powersgd.tools.interfaces import host_address, is_loopback
 from torch_powersgd.tools.tables import say
 
 Rows = list[tuple[str, str]]
@@ -147,8 +147,8 @@ def _inner_backends() -> Rows:
 
 
 def _network() -> Rows:
-    address = host_address() or "not resolved"
-    local = "" if address[0].isdigit() and not address.startswith("127.") else ONLY_LOCAL
+    address = host_address()
+    local = ONLY_LOCAL if is_loopback(address) else ""
     rows = [("hostname", f"{socket.gethostname()}, {address}{local}")]
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import os
@@ -16,18 +17,25 @@ _NAME_BYTES = 16
 def gloo_address() -> str:
     """The address of the interface that GLOO_SOCKET_IFNAME names first, else of the host's name.
 
-    Empty if there is none.
+    Empty if the interface has none.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     return address_of(interface) if interface else host_address()
 
 
 def host_address() -> str:
-    """The address that this host's own name resolves to. Empty if it does not."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
+    """The first address of this host's own name that it has itself, else a loopback address.
+
+    Gloo chooses in the same way.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return str(address[0])
+    return "127.0.0.1"
 
 
 def address_of(interface: str) -> str:

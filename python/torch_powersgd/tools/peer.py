@@ -157,11 +157,12 @@ def _listening(connection: socket.socket) -> Iterator[Host]:
 
 def _servers(address: str, allowed: range | None) -> Iterator[socket.socket]:
     """Sockets that listen on the first and the last free port, or on one that the system picks."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     orders = [allowed, reversed(allowed)] if allowed else [range(1)]
     for order in orders:
         for port in order:
             with contextlib.suppress(OSError):
-                yield socket.create_server((address, port))
+                yield socket.create_server((address, port), family=family)
                 break
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -202,6 +203,36 @@ def test_interfaces_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interfaces.gloo_address() == interfaces.address_of("lo") == "127.0.0.1"
     assert interfaces.interface_of("127.0.0.1") == "lo"
     assert interfaces.address_of("no-such0") == interfaces.interface_of("192.0.2.99") == ""
+
+
+@pytest.mark.parametrize(
+    ("resolved", "expected"),
+    [
+        ([], "127.0.0.1"),
+        (["192.0.2.99"], "127.0.0.1"),  # of no interface
+        (["192.0.2.99", "127.0.1.1"], "127.0.1.1"),
+        (["::1", "127.0.1.1"], "::1"),
+    ],
+)
+def test_gloo_listens_on_an_address_that_the_host_has(
+    resolved: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def addresses(*_: object, **__: object) -> list[Any]:
+        if not resolved:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [info for each in resolved for info in real(each, None, type=socket.SOCK_STREAM)]
+
+    real = socket.getaddrinfo
+    if expected == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("needs IPv6")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", addresses)
+    assert interfaces.gloo_address() == expected
+    there = dataclasses.replace(THERE, listens=expected)
+    (problem,) = peer._refused(HERE, there, peer._blocked(there))
+    assert "export GLOO_SOCKET_IFNAME=eth1" in problem.remedy, "only this host reaches it"
+    with next(peer._servers(expected, None)) as server:
+        assert server.getsockname()[0] == expected
 
 
 @pytest.mark.parametrize(
