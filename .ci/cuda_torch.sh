@@ -58,5 +58,4 @@ CHECK
 cd tests/python
 "$python" -m pytest -q -n "${JOBS:-2}" \
   backend training torch_features hostile other_suites tools/test_advise_command.py \
-  --ignore=backend/test_threads.py --ignore=backend/test_replicas.py \
-  --ignore=torch_features/test_elastic.py
+  --ignore=backend/test_replicas.py --ignore=torch_features/test_elastic.py

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-_COMMAND = re.compile(r"^(\[\d+/\d+\]) .* -c (\S+) -o ")
+_COMMAND = re.compile(r"^(\[\d+/\d+\]) .* -c '?(.+?)'? -o ")
 
 
 def shortened(line: str, root: Path) -> str:

@@ -52,6 +52,8 @@ def main() -> int:
         status = int(arguments.run(arguments))
         print(end="", flush=True)
         return status
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # as `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its exit
         return 1

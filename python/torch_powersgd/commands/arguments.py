@@ -34,6 +34,7 @@ def add_model(command: argparse.ArgumentParser) -> None:
 
 
 def add_ranks(command: argparse.ArgumentParser, default: Sequence[int]) -> None:
+    command.usage = "%(prog)s MODULE:FACTORY [options]"  # --ranks takes all that follows it
     command.add_argument(
         "--ranks", type=int, nargs="+", default=default, metavar="RANK",
         help=f"matrix ranks to compare ({' '.join(map(str, default))})",

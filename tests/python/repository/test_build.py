@@ -202,6 +202,7 @@ def test_progress_is_short_lines_of_child_processes(capfd: pytest.CaptureFixture
     said = [
         "[3/45] g++ -MMD -c -c /r/csrc/plan/a.cpp -o /t/a.o -O3",
         "[4/45] /c/nvcc -I/r -c /r/csrc/k/b.cu -o /t/b.o -O3",
+        "[5/45] g++ '-I/a b' -c -c '/r/a b/c.cpp' -o '/t/a b/c.o' -O3",
         "/r/csrc/plan/a.cpp:3:1: warning: unused",
         "FAILED: /t/a.o",
         "g++ -c /r/csrc/plan/a.cpp -o /t/a.o",
@@ -210,7 +211,8 @@ def test_progress_is_short_lines_of_child_processes(capfd: pytest.CaptureFixture
         print("before", flush=True)
         subprocess.run(["echo", "\n".join(said)])
     print("after", flush=True)
-    shown = ["before", "[3/45] csrc/plan/a.cpp", "[4/45] csrc/k/b.cu", *said[2:], "after"]
+    short = ["[3/45] csrc/plan/a.cpp", "[4/45] csrc/k/b.cu", "[5/45] a b/c.cpp"]
+    shown = ["before", *short, *said[3:], "after"]
     assert capfd.readouterr().out.splitlines() == shown
 
 

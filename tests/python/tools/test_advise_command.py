@@ -145,6 +145,7 @@ def test_a_process_that_fails_in_the_measurement_leaves_none_waiting(folder: Pat
         ),
         (["--backward-ms", "soon"], "--backward-ms: invalid _milliseconds value: 'soon'"),
         (["--backward-ms", "10", "--step", "models_of_advise:step"], "not allowed with"),
+        (["--ranks", "1", "4", MODEL], "usage: powersgd advise MODULE:FACTORY [options]"),
         ([], "torchrun"),
     ],
 )

@@ -146,6 +146,15 @@ def test_nobody_comes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert "No host connected to port" in capsys.readouterr().out
 
 
+def test_an_interrupt_of_the_wait_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(port: int) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(peer, "listen", interrupted)
+    monkeypatch.setattr(sys, "argv", ["torch_powersgd", "doctor", "--listen"])
+    assert torch_powersgd.__main__.main() == 130
+
+
 def test_a_port_that_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("", 0)) as server:
         assert not peer.listen(server.getsockname()[1])
