@@ -19,7 +19,7 @@ from torch_powersgd.commands.arguments import (
     count,
     make_model,
 )
-from torch_powersgd.tools.advise import joined, on_every_process
+from torch_powersgd.tools.advise import SharedError, joined, on_every_process
 from torch_powersgd.tools.shadow import RANKS, STEPS, Shadow, shadow
 from torch_powersgd.tools.tables import Report, progress, say
 
@@ -88,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         measured = shadow(ddp, sorted(set(arguments.ranks)), arguments.steps)
         with progress("measuring", shown=first) as report:
             _train(ddp, step, arguments.steps, report)
+        if not measured.done:
+            raise SharedError(f"{arguments.step} must call backward() each time, but {measured}")
         if first:
             say(verdict(measured))
             if not trained:
@@ -101,7 +103,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def verdict(measured: Shadow) -> str:
     """Returns the lowest matrix rank with a small error, in words."""
-    errors = {rank: measured.error(rank) for rank in measured.ranks}
+    errors = {
+        rank: measured.error(rank)
+        for rank in measured.ranks
+        if any(layer.rank for layer in measured.layers[rank])
+    }
+    if not errors:
+        return (
+            "Nothing is compressed at these matrix ranks. Try lower --ranks."
+        )
     small = [rank for rank, error in errors.items() if error < LARGE]
     if small:
         return (
