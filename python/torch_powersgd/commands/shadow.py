@@ -109,9 +109,7 @@ def verdict(measured: Shadow) -> str:
         if any(layer.rank for layer in measured.layers[rank])
     }
     if not errors:
-        return (
-            "Nothing is compressed at these matrix ranks. Try lower --ranks."
-        )
+        return "Nothing is compressed at these matrix ranks. Try lower --ranks."
     small = [rank for rank, error in errors.items() if error < LARGE]
     if small:
         return (

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from support import command_line, launch, ranks
@@ -156,3 +157,12 @@ def test_a_wrong_command_line_is_a_usage_error(
     status, said = command_line.run("advise", MODEL, *arguments)
     assert status == 2
     assert message in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    status, said = command_line.run("advise", MODEL, "--device", "cuda")
+    assert status == 2
+    assert "--device cuda needs a GPU, and torch sees none here" in said
