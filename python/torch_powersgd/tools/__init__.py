@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The commands ``powersgd plan``, ``advise`` and ``doctor``; training does without them."""
+"""What the commands of ``powersgd`` do; training does without it."""

@@ -94,11 +94,9 @@ def progress(what: str, shown: bool) -> Iterator[Report]:
         from rich.progress import Progress
     except ImportError:
         yield lambda done, parts: print(
-            f"\r{what}: {done} of {parts}",
-            end="\n" if done == parts else "",
-            file=sys.stderr,
-            flush=True,
+            f"\r{what}: {done} of {parts}", end="", file=sys.stderr, flush=True
         )
+        print(file=sys.stderr)  # The last part may never come.
         return
     # No automatic refresh: its thread would compete with what is measured.
     with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:

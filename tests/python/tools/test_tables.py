@@ -75,6 +75,8 @@ def test_progress_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, with_r
     for stream, shown in ((_Terminal(), True), (_Terminal(), False), (io.StringIO(), True)):
         monkeypatch.setattr(sys, "stderr", stream)
         with progress("measuring", shown) as report:
-            report(1, 2)
-            report(2, 2)
+            report(1, 3)
+            report(2, 3)  # It may end before the last part.
         assert ("measuring" in stream.getvalue()) == (shown and stream.isatty())
+        if not with_rich and stream.getvalue():
+            assert stream.getvalue().endswith(" 2 of 3\n")
