@@ -81,10 +81,11 @@ def callable_of(path: str, placeholder: str, form: str, *arguments: object) -> C
         raise ValueError(f"{placeholder} must name a module that can be imported, got {path!r}")
     with _failures_of(path):
         module = importlib.import_module(module_name)
-    found = getattr(module, name, None)
+    if not hasattr(module, name):
+        raise ValueError(f"module {module_name} has no {name}, got {path!r}")
+    found = getattr(module, name)
     if not callable(found):
-        has = type(found).__name__ if hasattr(module, name) else "no such name"
-        raise ValueError(f"{path} must be a callable, got {has}")
+        raise ValueError(f"{path} must be a callable, got {type(found).__name__}")
     signature = inspect.signature(found)
     try:
         signature.bind(*arguments)
