@@ -49,6 +49,11 @@ def own_state(state: Any, keys: dict[bool, str]) -> dict[str, Any]:
         state: Argument of ``load_state_dict``.
         keys: Key of the part, with ``per_rank`` and without. Empty: a state has no parts.
     """
+    if state is None:
+        raise ValueError(
+            "the checkpoint must be a dict, got None. To start from a checkpoint without "
+            "compression, leave load_state_dict out"
+        )
     if not isinstance(state, dict):
         raise ValueError(f"the checkpoint must be a dict, got {type(state).__name__}")
     wanted = [key for key in keys.values() if key]

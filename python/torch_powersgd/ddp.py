@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -17,6 +18,8 @@ from torch_powersgd._core import _C
 Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
+in_local_steps: WeakSet[DistributedDataParallel] = WeakSet()  # which average no gradients
+
 ALREADY_ATTACHED = (
     "this module is already attached: use the Compression that attach returned, or call its "
     "detach() first"
@@ -27,6 +30,11 @@ def check_module(ddp: DistributedDataParallel) -> None:
     """Raises a ValueError if a hook cannot reduce the module's gradients."""
     if _C.is_attached(ddp.reducer):
         raise ValueError(ALREADY_ATTACHED)
+    if ddp in in_local_steps:
+        raise ValueError(
+            "this module takes local steps, which do their own compression: call their detach() "
+            "first, or leave attach out"
+        )
     if ddp.mixed_precision is not None:
         raise ValueError(
             "attach does not work with DDP's mixed_precision, which uses DDP's only communication "

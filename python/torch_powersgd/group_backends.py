@@ -101,7 +101,7 @@ def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:
             found.append(backend)
     if not found:
         raise ValueError(
-            "the process group has no powersgd backend; create it with "
-            'init_process_group("cpu:powersgd") or "cpu:gloo,cuda:powersgd"'
+            "the process group has no powersgd backend; create it with the backend "
+            '"cpu:powersgd" or "cpu:gloo,cuda:powersgd"'
         )
     return found

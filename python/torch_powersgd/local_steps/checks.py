@@ -24,7 +24,7 @@ from torch_powersgd.attach_checks import first_difference
 from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps.fragment import Tensors, reshard
 from torch_powersgd.option_values import dtype_name, is_bool, shown
-from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments
+from torch_powersgd.store_agreement import Compare, error_as_arguments
 from torch_powersgd.targets import NamedTensors, shard_of
 
 counted: WeakSet[Optimizer] = WeakSet()  # the optimizers that take local steps
@@ -110,7 +110,7 @@ def agree(function: str, arguments: Arguments) -> Found:
     found = None
     try:
         found = _find(arguments, group)
-        mine = {**dataclasses.asdict(arguments.schedule), "buffers": len(found.buffers)}
+        mine = {**dataclasses.asdict(arguments.schedule), "number of buffers": len(found.buffers)}
         mine["tensors"] = [
             f"{name!r} {dtype_name(tensor.dtype)} {list(tensor.shape)}"
             for name, tensor in found.shared.items()
@@ -123,8 +123,6 @@ def agree(function: str, arguments: Arguments) -> Found:
 
 
 def _comparison(function: str) -> Compare:
-    same = equality_of(f"the arguments or buffers of {function}")
-
     def compare(everyone: list[dict[str, Any]]) -> str:
         for rank, given in enumerate(everyone):
             if differing := first_difference(everyone[0]["tensors"], given["tensors"]):
@@ -133,7 +131,13 @@ def _comparison(function: str) -> Compare:
                     f"all ranks must pass the same model to {function}, but rank 0 has {first} "
                     f"where rank {rank} has {mine}"
                 )
-        return same(everyone)
+            for name, value in everyone[0].items():
+                if given[name] != value:
+                    return (
+                        f"all ranks must pass the same {name} to {function}, but rank 0 has "
+                        f"{value} and rank {rank} has {given[name]}"
+                    )
+        return ""
 
     return compare
 

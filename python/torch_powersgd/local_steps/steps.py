@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 
 from torch_powersgd import grad_scaler, log
 from torch_powersgd.checkpoint import PerRank
+from torch_powersgd.ddp import in_local_steps
 from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps import checks, state, summary
 from torch_powersgd.local_steps.checks import Arguments, Schedule
 from torch_powersgd.local_steps.fragment import Fragment, Tensors, average_exactly, reshard
 from torch_powersgd.local_steps.state import Progress
+from torch_powersgd.local_steps.uncounted import ALLOWED, Watch
 from torch_powersgd.options import Options
 from torch_powersgd.stats import ratio
 
@@ -114,8 +116,11 @@ class LocalSGD(Stateful):
         self._last_stats: dict[str, Any] = {}  # once it has ended
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = False  # as in DDP's no_sync()
+            in_local_steps.add(self._ddp)
         self._hook = optimizer.register_step_post_hook(self._after_step)
         checks.counted.add(optimizer)
+        trained = (p for fragment in self._fragments for p in fragment.parameters.values())
+        self._watch = Watch(optimizer, trained, self._after_uncounted_step)
         if scaler is not None:
             grad_scaler.call_after_step(scaler, grad_scaler.weakly(self._after_scaler))
         if self.group.rank() == 0:
@@ -209,6 +214,8 @@ class LocalSGD(Stateful):
         self._step, self._rounds, self._moved = found.step, found.rounds, True
         if found.outer_optimizer is not None:
             self._load_outer_optimizer(found.outer_optimizer)
+        if self.group.rank() == 0:
+            log.notice(f"{type(self).__name__}: loaded the state of step {self._step}")
 
     @property
     def ended(self) -> bool:
@@ -238,9 +245,11 @@ class LocalSGD(Stateful):
 
     def _end(self) -> None:
         self._hook.remove()
+        self._watch.end()
         checks.counted.discard(self.optimizer)
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = True
+            in_local_steps.discard(self._ddp)
         self._ended = True
 
     def __enter__(self) -> Self:
@@ -286,6 +295,16 @@ class LocalSGD(Stateful):
     def _after_step(self, *_: object) -> None:
         self._heard = True
         self._count_step()
+
+    def _after_uncounted_step(self, in_a_row: int) -> None:
+        self._moved = True
+        if in_a_row == ALLOWED:
+            kind = type(self).__name__
+            log.warning(
+                f"{kind} does not count the last {in_a_row} steps of an optimizer that trains its "
+                "parameters, so nothing is averaged and the ranks drift apart. Pass that optimizer "
+                f"to {kind}"
+            )
 
     def _count_step(self) -> None:
         if self._ended:

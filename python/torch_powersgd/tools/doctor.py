@@ -70,7 +70,7 @@ def print_report() -> bool:
     """Prints the problems and the facts. Returns whether there are no problems."""
     found = problems()
     devices = " and ".join(filter(_C.has_kernels, device_types()))
-    print_verdict(found, f"Nothing is refused here: gradients on {devices} can be compressed.")
+    print_verdict(found, f"No problems found: gradients on {devices} can be compressed.")
     for title, rows in sections().items():
         print_rows(title, rows)
     return not found

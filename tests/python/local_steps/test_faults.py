@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import re
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.paired_training import same
 from support.synthetic import gradient
@@ -179,6 +181,25 @@ def test_a_parameter_that_is_trained_later_is_named(rank: int) -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("counts", [True, False], ids=["from some step on", "from the start"])
+@on_ranks(2)
+def test_steps_of_another_optimizer_are_noticed_and_averaged_at_the_end(
+    rank: int, counts: bool
+) -> None:
+    model, records = _net(), LogRecords(logging.WARNING)
+    counted, other = _sgd(model), _sgd(model)  # as after a load that has created another one
+    elsewhere = _sgd(_net())
+    with tp.LocalSGD(model, counted, 2, OPTIONS, warmup_steps=0):
+        for i in range(30):
+            _backward(model, rank, i)
+            # Two optimizers may share a model and take turns. Only one of them is counted.
+            (counted if counts and i < 9 and i % 3 == 0 else other).step()
+            elsewhere.step()
+        assert not models_agree(model)
+    assert models_agree(model)
+    assert len(records.matching("LocalSGD does not count the last 20 steps")) == 1
+
+
 def _refuses(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
@@ -219,7 +240,10 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
         (lambda: tp.LocalSGD(model, sgd, 4, scaler=scaler), "scaler must be a torch.amp.GradSc"),
         (lambda: tp.DiLoCo(model, sgd, part, 4), "model, but it lacks '2.weight'"),
         (lambda: tp.DiLoCo(model, sgd, None, 4), "outer_optimizer must be a torch.optim.Optimizer"),  # type: ignore[arg-type]
-        (lambda: tp.LocalSGD(model, sgd, 4 + rank), "the arguments or buffers of LocalSGD on rank"),
+        (
+            lambda: tp.LocalSGD(model, sgd, 4 + rank),
+            "must pass the same sync_every to LocalSGD, but rank 0 has 4 and rank 1 has 5",
+        ),
         (lambda: tp.LocalSGD(model, sgd, 4 * (1 - rank)), "rank 1: sync_every must be an integer"),
         (lambda: tp.LocalSGD(model, sgd, 4, {"bits": 4}), "'bits' is not an option"),
         (
@@ -235,3 +259,8 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     assert not sgd._optimizer_step_post_hooks
     first.detach()
     tp.LocalSGD(model, taken, 4).detach()
+    local = DistributedDataParallel(_net())
+    steps = tp.LocalSGD(local, _sgd(local), 4)
+    _refuses(lambda: tp.attach(local), "this module takes local steps, which do their own compr")
+    steps.detach()
+    tp.attach(local)
