@@ -133,7 +133,7 @@ def _announce(compression: Compression) -> None:
         log.warning(
             f"no parameter is compressed: with matrix_approximation_rank={rank}, no parameter's "
             f"factors are min_compression_rate={rate:g} times smaller than its gradient. Use a "
-            "lower rank"
+            "lower matrix rank"
         )
         return
     on_one_host = (

@@ -33,7 +33,7 @@ def summary(reducer: _C.BucketReducer, group: dist.ProcessGroup, options: Option
     before, after = counts["bytes_before"], counts["bytes_after"]
     whole, packed = counts["compressed_bytes_before"], counts["compressed_bytes_after"]
     fewer = f"{ratio(before, after):.1f} x fewer"
-    if packed:
+    if packed and (packed, whole) != (after, before):
         fewer += f", {ratio(whole, packed):.1f} x where compressed"
     skipped = f", {counts['skipped_steps']} skipped" if counts["skipped_steps"] else ""
     following = "compressed" if reducer.compressing else "exact"

@@ -81,6 +81,11 @@ def load(
 def _check(now: Progress, fragments: Sequence[Fragment], state: Any) -> list[Loaded]:
     """Returns the compressions of a state, checked. It raises a ValueError if one doesn't fit."""
     _require(isinstance(state, dict), "type", "a dict", type(state).__name__)
+    if "kind" not in state:
+        raise ValueError(
+            f"the state must be what {now.kind}.state_dict() returned, got one with the keys "
+            f"{shown(sorted(map(str, state))[:5])}"
+        )
     for field, wanted in (("version", VERSION), ("kind", now.kind)):
         _require(state.get(field) == wanted, field, repr(wanted), state.get(field))
     for field in ("step", "rounds"):

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,19 @@ from torch_powersgd.options import Options
 from torch_powersgd.stats import ratio
 
 _BROADCAST_BYTES = 250 << 20  # as DDP's
+
+_running: WeakSet[LocalSGD] = WeakSet()  # on rank 0 of each group
+
+
+@atexit.register
+def _warn_if_not_ended() -> None:
+    for steps in list(_running):
+        if steps._moved and steps.group.size() > 1:
+            kind = type(steps).__name__
+            log.warning(
+                f"{kind} has not ended, so the models of the ranks differ: call detach() after the "
+                f"last step, or put the steps in a block, with {kind}(...):"
+            )
 
 
 class LocalSGD(Stateful):
@@ -125,6 +140,7 @@ class LocalSGD(Stateful):
             grad_scaler.call_after_step(scaler, grad_scaler.weakly(self._after_scaler))
         if self.group.rank() == 0:
             log.notice(summary.announcement(*self._described, self._fragments))
+            _running.add(self)
 
     def sync(self, exact: bool = False) -> None:
         """Runs a round of all fragments now. Collective.
@@ -194,6 +210,7 @@ class LocalSGD(Stateful):
                 local steps since. If True, each process saves its own state, along with its model
                 and optimizer, and continues bit for bit.
         """
+        self._check_running()
         self._finish_all()
         return state.of(self._progress, self._fragments, per_rank)
 
@@ -208,6 +225,7 @@ class LocalSGD(Stateful):
             ValueError: On every process alike and before anything changes, if the state does not
                 fit.
         """
+        self._check_running()
         self._finish_all()
         reshard(self._model)
         found = state.load(self._progress, self.group, self._fragments, state_dict)
@@ -243,7 +261,15 @@ class LocalSGD(Stateful):
         for fragment in self._fragments:
             fragment.compression.detach()
 
+    def _check_running(self) -> None:
+        if self._ended:
+            raise ValueError(
+                f"{type(self).__name__} has ended: save or load its state before that, inside the "
+                "block"
+            )
+
     def _end(self) -> None:
+        _running.discard(self)
         self._hook.remove()
         self._watch.end()
         checks.counted.discard(self.optimizer)

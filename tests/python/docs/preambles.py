@@ -50,6 +50,7 @@ def _common() -> Names:
         "device": torch.device("cpu"),
         "options": torch_powersgd.Options(**OPTIONS),
         "path": "checkpoint.pt",
+        "step": 20,
         "folder": Path("checkpoint"),
     }
 

@@ -21,6 +21,7 @@ from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.paired_training import same
 from support.synthetic import gradient
+from torch_powersgd.local_steps.steps import _warn_if_not_ended
 
 EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}
@@ -200,6 +201,24 @@ def test_steps_of_another_optimizer_are_noticed_and_averaged_at_the_end(
     assert len(records.matching("LocalSGD does not count the last 20 steps")) == 1
 
 
+@on_ranks(2)
+def test_local_steps_that_never_end_are_noticed_at_exit(rank: int) -> None:
+    model, records = _net(), LogRecords(logging.WARNING)
+    optimizer = _sgd(model)
+    steps = tp.LocalSGD(model, optimizer, 4, OPTIONS, warmup_steps=0)
+    _backward(model, rank, 0)
+    optimizer.step()
+
+    def noticed() -> int:
+        records.seen.clear()
+        _warn_if_not_ended()
+        return len(records.matching("LocalSGD has not ended"))
+
+    before = noticed()
+    steps.detach()
+    assert noticed() == before - (rank == 0)
+
+
 def _refuses(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
@@ -258,6 +277,7 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     assert same(model.parameters(), before)
     assert not sgd._optimizer_step_post_hooks
     first.detach()
+    _refuses(first.state_dict, "LocalSGD has ended: save or load its state before that")
     tp.LocalSGD(model, taken, 4).detach()
     local = DistributedDataParallel(_net())
     steps = tp.LocalSGD(local, _sgd(local), 4)

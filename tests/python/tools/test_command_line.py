@@ -112,7 +112,7 @@ def test_doctor(folder: Path) -> None:
     facts = [f"{tp.__version__},", f"{torch.__version__},", f"{_C.torch_version},", "gloo"]
     assert {*facts, f"{_C.cpu_instruction_set()},", "NCCL_DEBUG"} <= set(words)
     assert "hidden" not in words
-    assert words[:4] == ["Nothing", "is", "refused", "here:"]
+    assert words[:3] == ["No", "problems", "found:"]
 
 
 def test_advise_under_torchrun(folder: Path) -> None:
