@@ -29,7 +29,7 @@ export CCACHE_SLOPPINESS := pch_defines,time_macros
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env build tools wheel sdist demo test test-cpp test-python test-quick test-long \
+.PHONY: help env build tools wheel index sdist demo test test-cpp test-python test-quick test-long \
         test-sanitized test-aarch64 bench gpu gpu-programs lint docs format clean system-packages \
         FORCE
 
@@ -48,6 +48,10 @@ wheel: env | system-packages  ## a wheel for the torch of the environment, in di
 	rm -rf build/lib.* build/bdist.*
 	$(PYTHON) -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps \
 	  --wheel-dir dist .
+
+index: env  ## pip's indexes of the wheels in dist, in build/index; BASE=https://host/wheels/
+	cd dist && sha256sum *.whl | sed -E 's|^([0-9a-f]+) +(.*)|$(BASE)\2#sha256=\1|' | \
+	  $(abspath $(PYTHON)) ../.ci/wheel_index.py ../build/index
 
 sdist: env  ## an archive of the sources, in dist
 	$(PYTHON) setup.py --quiet sdist
