@@ -70,7 +70,7 @@ class _Check:
         if self.first is not None:
             self._look_for_an_average(module, reducer, optimizer)
         if count % INTERVAL == 0 and isinstance(module, DistributedDataParallel):
-            trained = (p for p in _parameters_of(optimizer) if p.grad is not None)
+            trained = (p for p in parameters_of(optimizer) if p.grad is not None)
             self.name_what_is_not_averaged(module, trained)
 
     def _look_for_an_average(
@@ -90,7 +90,7 @@ class _Check:
             )
 
     def _holds(self, optimizer: Optimizer) -> bool:
-        return any(id(parameter) in self.averaged for parameter in _parameters_of(optimizer))
+        return any(id(parameter) in self.averaged for parameter in parameters_of(optimizer))
 
     def name_what_is_not_averaged(
         self, ddp: DistributedDataParallel, trained: Iterable[torch.Tensor]
@@ -149,7 +149,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             of_module.after_step(optimizer)
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,10 @@ from torch_powersgd._core import _C
 from torch_powersgd.attach_checks import first_difference
 from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps.fragment import Tensors, reshard
+from torch_powersgd.local_steps.running import takes_local_steps
 from torch_powersgd.option_values import dtype_name, is_bool, shown
 from torch_powersgd.store_agreement import Compare, error_as_arguments
 from torch_powersgd.targets import NamedTensors, shard_of
-
-counted: WeakSet[Optimizer] = WeakSet()  # the optimizers that take local steps
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
         value = getattr(arguments, name)
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be {text}, got {type(value).__name__}")
-    if arguments.optimizer in counted:
+    if takes_local_steps(arguments.optimizer):
         raise ValueError("this optimizer already takes local steps: call detach() on them first")
     schedule.check()
     ddp = _averages_over(model, group)

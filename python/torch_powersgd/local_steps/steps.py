@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,28 +17,16 @@ from torch_powersgd import grad_scaler, log
 from torch_powersgd.checkpoint import PerRank
 from torch_powersgd.ddp import in_local_steps
 from torch_powersgd.group_backends import next_call_on
-from torch_powersgd.local_steps import checks, state, summary
+from torch_powersgd.local_steps import checks, running, state, summary
 from torch_powersgd.local_steps.checks import Arguments, Schedule
 from torch_powersgd.local_steps.fragment import Fragment, Tensors, average_exactly, reshard
 from torch_powersgd.local_steps.state import Progress
-from torch_powersgd.local_steps.uncounted import ALLOWED, Watch
 from torch_powersgd.options import Options
+from torch_powersgd.reduction_checks import parameters_of
 from torch_powersgd.stats import ratio
 
 _BROADCAST_BYTES = 250 << 20  # as DDP's
-
-_running: WeakSet[LocalSGD] = WeakSet()  # on rank 0 of each group
-
-
-@atexit.register
-def _warn_if_not_ended() -> None:
-    for steps in list(_running):
-        if steps._moved and steps.group.size() > 1:
-            kind = type(steps).__name__
-            log.warning(
-                f"{kind} has not ended, so the models of the ranks differ: call detach() after the "
-                f"last step, or put the steps in a block, with {kind}(...):"
-            )
+_ALLOWED = 20  # steps that don't count: optimizers that share a model take turns
 
 
 class LocalSGD(Stateful):
@@ -133,14 +119,13 @@ class LocalSGD(Stateful):
             self._ddp.require_backward_grad_sync = False  # as in DDP's no_sync()
             in_local_steps.add(self._ddp)
         self._hook = optimizer.register_step_post_hook(self._after_step)
-        checks.counted.add(optimizer)
-        trained = (p for fragment in self._fragments for p in fragment.parameters.values())
-        self._watch = Watch(optimizer, trained, self._after_uncounted_step)
+        self._trained = {id(p) for part in found.parts for p in part.values()}
+        self._uncounted = 0  # steps of other optimizers since the last that counts
+        running.begin(self)
         if scaler is not None:
             grad_scaler.call_after_step(scaler, grad_scaler.weakly(self._after_scaler))
         if self.group.rank() == 0:
             log.notice(summary.announcement(*self._described, self._fragments))
-            _running.add(self)
 
     def sync(self, exact: bool = False) -> None:
         """Runs a round of all fragments now. Collective.
@@ -269,10 +254,8 @@ class LocalSGD(Stateful):
             )
 
     def _end(self) -> None:
-        _running.discard(self)
+        running.end(self)
         self._hook.remove()
-        self._watch.end()
-        checks.counted.discard(self.optimizer)
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = True
             in_local_steps.discard(self._ddp)
@@ -322,14 +305,29 @@ class LocalSGD(Stateful):
         self._heard = True
         self._count_step()
 
-    def _after_uncounted_step(self, in_a_row: int) -> None:
+    def _after_any_step(self, optimizer: Optimizer) -> None:
+        """Notices steps that do not count, as of an optimizer that was created after a load."""
+        if optimizer is self.optimizer:
+            self._uncounted = 0
+            return
+        if not any(id(parameter) in self._trained for parameter in parameters_of(optimizer)):
+            return
         self._moved = True
-        if in_a_row == ALLOWED:
+        self._uncounted += 1
+        if self._uncounted == _ALLOWED:
             kind = type(self).__name__
             log.warning(
-                f"{kind} does not count the last {in_a_row} steps of an optimizer that trains its "
+                f"{kind} does not count the last {_ALLOWED} steps of an optimizer that trains its "
                 "parameters, so nothing is averaged and the ranks drift apart. Pass that optimizer "
                 f"to {kind}"
+            )
+
+    def _at_exit(self) -> None:
+        if self._moved and self.group.size() > 1 and self.group.rank() == 0:
+            kind = type(self).__name__
+            log.warning(
+                f"{kind} has not ended, so the models of the ranks differ: call detach() after the "
+                f"last step, or put the steps in a block, with {kind}(...):"
             )
 
     def _count_step(self) -> None:

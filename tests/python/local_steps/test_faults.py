@@ -21,7 +21,7 @@ from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.paired_training import same
 from support.synthetic import gradient
-from torch_powersgd.local_steps.steps import _warn_if_not_ended
+from torch_powersgd.local_steps import running
 
 EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}
@@ -211,7 +211,7 @@ def test_local_steps_that_never_end_are_noticed_at_exit(rank: int) -> None:
 
     def noticed() -> int:
         records.seen.clear()
-        _warn_if_not_ended()
+        running.at_exit()
         return len(records.matching("LocalSGD has not ended"))
 
     before = noticed()
