@@ -20,8 +20,9 @@ std::string not_started_message(const StatsSnapshot& now, std::optional<int64_t>
   if (now.steps >= *starts_at - soon) return "";
   return c10::str("nothing has been compressed in ", now.steps, now.steps == 1 ? " step" : " steps",
                   ": compression starts at step ", *starts_at,
-                  attached ? ". Set start_powerSGD_iter to start earlier"
-                           : ", and no module is attached. Call torch_powersgd.attach, or set "
+                  attached ? ". Lower start_powerSGD_iter, or the warmup_steps of local steps, to "
+                             "start earlier"
+                           : ", and no module is attached. Call torch_powersgd.attach, or lower "
                              "start_powerSGD_iter to start earlier");
 }
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch_powersgd import grad_scaler, log
 from torch_powersgd._core import _C
 from torch_powersgd.attach_checks import agree
 from torch_powersgd.compression import Compression
+from torch_powersgd.matrices import highest_rank
 from torch_powersgd.options import Options
 from torch_powersgd.targets import Target, target_of
 from torch_powersgd.units import size_text
@@ -73,7 +74,7 @@ def attach(
     found = target_of(target)
     compression = compress(found, options, found.group(group), scaler, register_hook, previous)
     if compression._speaks:
-        _announce(compression)
+        _announce(compression, found.gradients().values())
     return compression
 
 
@@ -118,7 +119,7 @@ def make_reducer(
     return reducer, agreed.described
 
 
-def _announce(compression: Compression) -> None:
+def _announce(compression: Compression, gradients: Iterable[torch.Tensor]) -> None:
     """Logs what is compressed, what a step sends, and at which step compression starts."""
     group, options = compression.group, compression.options
     if group.size() == 1:
@@ -130,10 +131,14 @@ def _announce(compression: Compression) -> None:
     rank, rate = options.matrix_approximation_rank, options.min_compression_rate
     outline = compression._reducer.states.outline()
     if outline.compressed_parameters == 0:
+        remedy = (
+            f"Use a matrix rank of at most {highest}"
+            if (highest := highest_rank(gradients, options))
+            else "They are too small for any matrix rank"
+        )
         log.warning(
             f"no parameter is compressed: with matrix_approximation_rank={rank}, no parameter's "
-            f"factors are min_compression_rate={rate:g} times smaller than its gradient. Use a "
-            "lower matrix rank"
+            f"factors are min_compression_rate={rate:g} times smaller than its gradient. {remedy}"
         )
         return
     on_one_host = (

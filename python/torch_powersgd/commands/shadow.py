@@ -70,6 +70,10 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--steps", type=count, default=STEPS, metavar="N", help="steps to measure (%(default)s)"
     )
+    command.add_argument(
+        "--find-unused-parameters", action="store_true",
+        help="if some parameters get no gradient in some steps, as DDP's argument of that name",
+    )  # fmt: skip
     add_device(command)
     add_model(command)
     command.set_defaults(run=run)
@@ -81,7 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
         model, step = on_every_process(lambda: _job_of(arguments, device))
         first = torch.distributed.get_rank() == 0
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        ddp = DistributedDataParallel(model)
+        ddp = DistributedDataParallel(
+            model, find_unused_parameters=arguments.find_unused_parameters
+        )
         with progress("training", shown=first) as report:
             _train(ddp, step, arguments.warmup_steps, report)
         trained = not all(map(torch.equal, before, model.parameters()))

@@ -26,10 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach
 from torch_powersgd.group_backends import BACKENDS, PLAIN_BACKENDS, find_backends
+from torch_powersgd.matrices import as_reals
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
 from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
-from torch_powersgd.tools.footprint import as_reals, assign_buckets
+from torch_powersgd.tools.footprint import assign_buckets
 from torch_powersgd.tools.tables import Report
 
 BUDGET_SECONDS, BUCKETS_SECONDS = 30.0, 15.0  # for all rounds; the minimum number may take longer

@@ -58,11 +58,6 @@ class Footprint:
         return self.residual_bytes + self.factor_bytes + self.table_bytes + self.workspace_bytes
 
 
-def as_reals(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter or gradient as DDP reduces it: complex numbers as pairs of real ones."""
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
-
-
 def assign_buckets(
     tensors: Sequence[torch.Tensor], limits: Sequence[int] = BUCKET_BYTES
 ) -> list[list[int]]:

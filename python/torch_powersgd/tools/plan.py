@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from torch_powersgd._core import _C
+from torch_powersgd.matrices import as_reals, highest_rank
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
 from torch_powersgd.stats import ratio
-from torch_powersgd.tools.footprint import Footprint, as_reals, assign_buckets, footprint_of
+from torch_powersgd.tools.footprint import Footprint, assign_buckets, footprint_of
 from torch_powersgd.tools.tables import GAP, Table, say, terminal_width
 from torch_powersgd.units import size_text
 
@@ -64,16 +64,6 @@ def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
             name, parameter = named[i]
             rows[i] = Row(name, 1, tuple(parameter.shape), ranks[i], size, sent)
     return [rows[i] for i in range(len(named))]
-
-
-def highest_rank(model: torch.nn.Module, options: Options) -> int:
-    """The highest matrix rank at which any weight is compressed. It is 0 if there is none."""
-    highest = 0
-    for parameter in model.parameters():
-        rows, cols = _C.matrix_shape(list(as_reals(parameter).shape), [])
-        bound = rows * cols / (max(rows + cols, 1) * options.min_compression_rate)
-        highest = max(highest, min(math.ceil(bound) - 1, _C.max_rank))
-    return highest
 
 
 def grouped(rows: Iterable[Row]) -> list[Row]:
@@ -163,7 +153,7 @@ def summary(
     frozen = sum(1 for p in model.parameters() if not p.requires_grad)
     ignored = [f"Parameters without a gradient, which are left out: {frozen}."] if frozen else []
     if not footprint.compressed:
-        highest = highest_rank(model, options)
+        highest = highest_rank(model.parameters(), options)
         return [
             f"Nothing is compressed at {setting}: each step sends "
             f"{size_text(footprint.gradient_bytes)} per process, as without compression. A "

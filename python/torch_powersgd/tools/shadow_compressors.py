@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from torch_powersgd._core import _C
 from torch_powersgd.group_backends import BACKENDS, find_backend
+from torch_powersgd.matrices import as_reals
 from torch_powersgd.options import Options
 from torch_powersgd.scope import scope
-from torch_powersgd.tools.footprint import as_reals
 
 
 @dataclass(frozen=True)

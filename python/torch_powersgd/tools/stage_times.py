@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd._core import _C
+from torch_powersgd.matrices import as_reals
 from torch_powersgd.options import Options
-from torch_powersgd.tools.footprint import Shape, as_reals, elements_of, matrices_of
+from torch_powersgd.tools.footprint import Shape, elements_of, matrices_of
 
 REPEATS = 3
 

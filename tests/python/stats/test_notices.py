@@ -61,6 +61,7 @@ def test_attach_says_once_what_it_will_do() -> None:
     assert quiet == f"torch_powersgd: {expected}\n"
     assert f"sends {size_text(2 * FACTORS_IN_GROUPS + 4 * RAW)} instead of" in half
     assert "no parameter is compressed: with matrix_approximation_rank=600" in nothing
+    assert nothing.endswith("Use a matrix rank of at most 21\n")  # 128 * 64 / (128 + 64) / 2
     assert "scope='never' compresses nothing" in never
     assert logged == f"{expected}\n"  # where logging is configured, it is a message like others
     assert stderr == ""

@@ -22,7 +22,7 @@ import torch_powersgd as tp
 from support.call_observer import gloo
 from support.on_ranks import all_agree
 from support.synthetic import TOLERANCE, Ledger, Tensors, residuals_of
-from torch_powersgd.tools.footprint import as_reals
+from torch_powersgd.matrices import as_reals
 
 STEPS = 6
 WARM_UP = 2  # steps that are exact

@@ -20,6 +20,11 @@ def model():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model
 
+def model_with_unused():
+    wrapped = torch.nn.Sequential(model())
+    wrapped.unused = torch.nn.Parameter(torch.ones(2))
+    return wrapped
+
 def backward(model):
     model.zero_grad()
     (model(torch.randn(4, 60)) - 1).square().mean().backward()
@@ -34,18 +39,21 @@ def forward(model):
 def without_arguments():
     pass
 """
-MODEL = "models_of_shadow:model"
 
 
-def _run_rank(rank: int, folder: Path, port: int, arguments: list[str]) -> tuple[object, str]:
+def _run_rank(
+    rank: int, folder: Path, port: int, model: str, arguments: list[str]
+) -> tuple[object, str]:
     launch.enter(rank, 2, port)
     (folder / "models_of_shadow.py").write_text(MODULE)
     sys.path.insert(0, str(folder))
-    return command_line.run("shadow", MODEL, "--warmup-steps", "5", *arguments)
+    model = f"models_of_shadow:{model}"
+    return command_line.run("shadow", model, "--warmup-steps", "5", *arguments)
 
 
-def _two(folder: Path, *arguments: str) -> list[tuple[object, str]]:
-    started = ranks.outcomes(2, _run_rank, folder, launch.free_port(), arguments, backend=None)
+def _two(folder: Path, *arguments: str, model: str = "model") -> list[tuple[object, str]]:
+    given = (folder, launch.free_port(), model, arguments)
+    started = ranks.outcomes(2, _run_rank, *given, backend=None)
     return [outcome.value for outcome in started]
 
 
@@ -84,3 +92,9 @@ def test_a_step_of_another_form_is_refused(step: str, message: str, tmp_path: Pa
     assert status == 2
     assert message in said
     assert other == (2, "")
+
+
+def test_parameters_without_a_gradient(tmp_path: Path) -> None:
+    options = ["--step", "models_of_shadow:step", "--steps", "2", "--find-unused-parameters"]
+    (status, said), _ = _two(tmp_path, *options, model="model_with_unused")
+    assert status == 0, said

@@ -28,7 +28,7 @@ from support.synthetic import (
     residuals_of,
     to_bytes,
 )
-from torch_powersgd.tools.footprint import as_reals
+from torch_powersgd.matrices import as_reals
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 WIRES = (None, "int8")
