@@ -35,38 +35,39 @@ at::Tensor norms_of_last_step(const std::vector<ParameterStatePtr>& states) {
 
 }  // namespace
 
-void CaptureWatch::look(Session& session, c10::Device device,
-                        const std::vector<ParameterStatePtr>& states) {
-  Look look;
-  std::copy_if(states.begin(), states.end(), std::back_inserter(look.states),
+void CaptureWatch::sample(Session& session, c10::Device device,
+                          const std::vector<ParameterStatePtr>& states) {
+  Sample sample;
+  std::copy_if(states.begin(), states.end(), std::back_inserter(sample.states),
                [](const auto& state) { return state->allocated() && state->memory.defined(); });
-  if (look.states.empty()) return;
-  look.norms = std::make_shared<at::Tensor>();
-  look.work = session.start_after_steps(
-      device, [states = look.states, norms = look.norms] { *norms = norms_of_last_step(states); });
-  looks_.push_back(std::move(look));
+  if (sample.states.empty()) return;
+  sample.norms = std::make_shared<at::Tensor>();
+  sample.work = session.start_after_steps(device, [states = sample.states, norms = sample.norms] {
+    *norms = norms_of_last_step(states);
+  });
+  samples_.push_back(std::move(sample));
 }
 
 std::vector<ParameterStatePtr> CaptureWatch::low() {
   std::vector<ParameterStatePtr> found;
-  while (!looks_.empty() && looks_.front().work->isCompleted()) {
-    const Look look = std::move(looks_.front());
-    looks_.pop_front();
-    if (look.work->exception()) continue;
-    count(look);
-    std::copy_if(look.states.begin(), look.states.end(), std::back_inserter(found),
-                 [this](const auto& state) { return low_in_a_row_[state.get()] == kLooks; });
+  while (!samples_.empty() && samples_.front().work->isCompleted()) {
+    const Sample sample = std::move(samples_.front());
+    samples_.pop_front();
+    if (sample.work->exception()) continue;
+    count(sample);
+    std::copy_if(sample.states.begin(), sample.states.end(), std::back_inserter(found),
+                 [this](const auto& state) { return low_in_a_row_[state.get()] == kSamples; });
   }
   return found;
 }
 
-void CaptureWatch::count(const Look& look) {
-  const auto norms = look.norms->accessor<double, 2>();
-  for (size_t i = 0; i < look.states.size(); ++i) {
+void CaptureWatch::count(const Sample& sample) {
+  const auto norms = sample.norms->accessor<double, 2>();
+  for (size_t i = 0; i < sample.states.size(); ++i) {
     const auto column = static_cast<int64_t>(i);
     const double q = norms[0][column], m = norms[1][column];
     const bool delivered = norms[2][column] > 0;  // an unused or skipped parameter says nothing
-    int& low = low_in_a_row_[look.states[i].get()];
+    int& low = low_in_a_row_[sample.states[i].get()];
     if (delivered) low = q * q < kLeastCaptured * m * m ? low + 1 : 0;
   }
 }
@@ -78,7 +79,7 @@ std::string low_capture_warning(const std::vector<std::string>& names, const Opt
     shown += (i > 0 ? ", '" : "'") + names[i] + "'";
   }
   if (names.size() > kShown) shown += ", ...";
-  return c10::str(shown, ": each of the last ", CaptureWatch::kInterval * CaptureWatch::kLooks,
+  return c10::str(shown, ": each of the last ", CaptureWatch::kInterval * CaptureWatch::kSamples,
                   " steps sent less than ", CaptureWatch::kLeastCaptured,
                   " of the gradient plus residual (squared norms), so gradients arrive late. A "
                   "matrix_approximation_rank above ",

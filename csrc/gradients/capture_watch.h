@@ -16,34 +16,34 @@
 
 namespace powersgd {
 
-// Purpose: finds the parameters of which this rank has long sent little. It looks at one step in
+// Purpose: finds the parameters of which this rank has long sent little. It samples one step in
 // many, so the pass over the residuals costs next to nothing.
 //
-// Contract: the host never waits. A look that has not ended is read later.
+// Contract: the host never waits. A sample that has not ended is read later.
 //
 // Threads: one at a time.
 class CaptureWatch {
  public:
-  static constexpr uint64_t kInterval = 25;       // steps from one look to the next
-  static constexpr int kLooks = 4;                // this many low looks in a row are too many
+  static constexpr uint64_t kInterval = 25;       // steps from one sample to the next
+  static constexpr int kSamples = 4;              // this many low samples in a row are too many
   static constexpr double kLeastCaptured = 0.02;  // |q|^2 / |M|^2 below it is low
 
-  // Looks at the last step, after all submitted steps.
-  void look(Session& session, c10::Device device, const std::vector<ParameterStatePtr>& states);
+  // Samples the last step, after all submitted steps.
+  void sample(Session& session, c10::Device device, const std::vector<ParameterStatePtr>& states);
 
-  // Reads the looks that have ended. Returns the states that have been low for too long.
+  // Reads the samples that have ended. Returns the states that have been low for too long.
   std::vector<ParameterStatePtr> low();
 
  private:
-  struct Look {
+  struct Sample {
     std::vector<ParameterStatePtr> states;
     // [3, states] on the host: the norms of q_local, of M, and of what the step delivered.
     std::shared_ptr<at::Tensor> norms;
     c10::intrusive_ptr<c10d::Work> work;
   };
-  void count(const Look& look);
+  void count(const Sample& sample);
 
-  std::deque<Look> looks_;
+  std::deque<Sample> samples_;
   std::map<const ParameterState*, int> low_in_a_row_;
 };
 

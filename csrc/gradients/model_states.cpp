@@ -219,7 +219,7 @@ void ModelStates::watch_captured(bool compressed) {
     for (const c10::Device device : parameters_.devices()) {
       States states;
       for (const Replica& replica : replicas(device)) states.push_back(replica.state);
-      capture_watch_->look(*session_, device, states);
+      capture_watch_->sample(*session_, device, states);
     }
   }
 }

@@ -36,8 +36,8 @@ class CaptureWatchOn : public testing::TestWithParam<bool> {
   ~CaptureWatchOn() override { session_->shutdown(); }
 
   // Looks once. On the CPU the engine's thread may still be at it afterwards.
-  void look(const std::vector<ParameterStatePtr>& states) {
-    watch_.look(*session_, device_, states);
+  void sample(const std::vector<ParameterStatePtr>& states) {
+    watch_.sample(*session_, device_, states);
     if (device_.is_cpu()) session_->run_after_steps(device_, [] {});
   }
   std::vector<ParameterStatePtr> low() {
@@ -50,43 +50,44 @@ class CaptureWatchOn : public testing::TestWithParam<bool> {
   CaptureWatch watch_;
 };
 
-TEST_P(CaptureWatchOn, AStateIsReportedOnceAfterSoManyLowLooksInARow) {
+TEST_P(CaptureWatchOn, AStateIsReportedOnceAfterSoManyLowSamplesInARow) {
   const auto lower = make_watched(device_, 0.9 * CaptureWatch::kLeastCaptured);
   const auto higher = make_watched(device_, 1.1 * CaptureWatch::kLeastCaptured);
   const auto rounded =
       make_watched(device_, 0.9 * CaptureWatch::kLeastCaptured, /*delivered=*/true, at::kBFloat16);
   const auto unused = make_watched(device_, 0, /*delivered=*/false);
   const auto raw = std::make_shared<ParameterState>();
-  for (int i = 1; i <= CaptureWatch::kLooks + 2; ++i) {
-    look({lower, higher, raw, unused, rounded});
-    const auto expected = i == CaptureWatch::kLooks ? std::vector<ParameterStatePtr>{lower, rounded}
-                                                    : std::vector<ParameterStatePtr>{};
-    EXPECT_EQ(low(), expected) << "look " << i;
+  for (int i = 1; i <= CaptureWatch::kSamples + 2; ++i) {
+    sample({lower, higher, raw, unused, rounded});
+    const auto expected = i == CaptureWatch::kSamples
+                              ? std::vector<ParameterStatePtr>{lower, rounded}
+                              : std::vector<ParameterStatePtr>{};
+    EXPECT_EQ(low(), expected) << "sample " << i;
   }
 }
 
 TEST_P(CaptureWatchOn, AHigherShareInBetweenBeginsAnew) {
   const auto state = make_watched(device_, 0.01);
-  for (int i = 1; i < CaptureWatch::kLooks; ++i) look({state});
+  for (int i = 1; i < CaptureWatch::kSamples; ++i) sample({state});
   EXPECT_TRUE(low().empty());
   state->q_local.fill_(2);
-  look({state});
+  sample({state});
   EXPECT_TRUE(low().empty());
   state->q_local.fill_(0);
-  for (int i = 1; i < CaptureWatch::kLooks; ++i) look({state});
+  for (int i = 1; i < CaptureWatch::kSamples; ++i) sample({state});
   EXPECT_TRUE(low().empty());
-  look({state});
+  sample({state});
   EXPECT_EQ(low(), std::vector<ParameterStatePtr>{state});
 }
 
-TEST(CaptureWatch, TheHostReadsNoLookThatHasNotEnded) {
+TEST(CaptureWatch, TheHostReadsNoSampleThatHasNotEnded) {
   fake::add_operators();
   fake::reset(1, fake::Host::kMayNotWait);
   const at::Device device = fake::device(0);
   const auto session = test::session_of_equal_ranks(device, {});
   const auto state = make_watched(device, 0);
   CaptureWatch watch;
-  for (int i = 0; i < CaptureWatch::kLooks; ++i) watch.look(*session, device, {state});
+  for (int i = 0; i < CaptureWatch::kSamples; ++i) watch.sample(*session, device, {state});
   EXPECT_TRUE(watch.low().empty());
   fake::run();
   EXPECT_EQ(watch.low(), std::vector<ParameterStatePtr>{state});
