@@ -48,7 +48,7 @@ def _explained() -> list[str]:
 
 def test_explained_messages_exist() -> None:
     explained = _explained()
-    assert len(explained) > 30
+    assert len(explained) > 20
     fixed = {
         text: [part for part in map(str.strip, text.split("…")) if len(part) > 3]
         for text in explained
