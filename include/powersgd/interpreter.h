@@ -6,8 +6,8 @@
 namespace powersgd {
 
 // Runs a body without the GIL. Destroying a backend may join Gloo threads, which need the GIL to
-// free tensors that Python made: holding it would deadlock. The Python bindings set how to release
-// it.
+// free tensors that Python made: holding it would deadlock (pytorch/pytorch#56297). The Python
+// bindings set how to release it.
 using RunUnlocked = void (*)(const std::function<void()>& body);
 void set_run_unlocked(RunUnlocked run);
 
