@@ -33,9 +33,8 @@ struct Mail {
 //
 // Posting a receive early makes its message faster: Gloo sends only once it knows that the receiver
 // is ready, which takes the time of another message. So a job's receives can be posted when the
-// previous job of the same exchange has ended: post_ahead(). Its memory must stay as long as the
-// message may come, because Gloo stops reading a connection whose next message has no memory to go
-// to.
+// previous job of the same exchange has ended: post_ahead(). A receive's memory must stay as long
+// as its message may come: Gloo stops reading a connection whose next message has no place to go.
 //
 // Threads: one at a time, except that abort() may run during wait().
 class DirectChannel final : public Channel {
