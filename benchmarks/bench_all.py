@@ -77,11 +77,6 @@ PARTS = {
             " --dtypes float32 bfloat16 bfloat16/bfloat16",
         ),
         Measurement(
-            "stages_cpu_2_threads",
-            2,
-            "bench_stages.py --models resnet18 gpt2 --ranks 4 --threads 2",
-        ),
-        Measurement(
             "stages_by_rank", 5, "bench_stages.py --models resnet18 gpt2 --ranks 4 8 16 32"
         ),
     ],

@@ -3,7 +3,8 @@
 
 A table stands between two comments: <!-- table: NAME of FILE --> and <!-- end of table -->. NAME
 is a function of a module of tables in benchmarks, and may have arguments:
-<!-- table: losses front language lstm of convergence.json -->.
+<!-- table: losses front language lstm of convergence.json -->. A method after "-" has no row.
+After "bare", numbers stand without what is in parentheses behind them. "columns=1,2,5" keeps these.
 
     python docs/_tables.py performance
     python docs/_tables.py --write
@@ -33,14 +34,11 @@ _TABLE = re.compile(
 )
 _OF_BENCHMARKS: tuple[Callable[..., Table], ...] = (
     of_cluster.links,
-    of_cluster.by_hosts,
     of_cluster.by_model,
     of_cluster.learning,
-    of_stages.stages,
     of_stages.stages_by_rank,
-    of_stages.buckets_by_rank,
     of_convergence.losses,
-    of_convergence.curve,
+    of_convergence.losses_by_task,
     of_convergence.shadow,
     of_convergence.unlike_data,
     *of_reliability.TABLES,
@@ -68,7 +66,19 @@ def _remade(page: Path) -> str:
 
 def _made(found: re.Match[str]) -> str:
     record = json.loads((BENCHMARKS / "results" / found[4]).read_text())
-    return f"{found[1]}\n{markdown(TABLES[found[2]](record, *found[3].split()))}\n{found[5]}"
+    layout = [word for word in found[3].split() if re.match("bare$|columns=|-", word)]
+    arguments = [word for word in found[3].split() if word not in layout]
+    left_out = [word[1:] for word in layout if word.startswith("-")]
+    options = {"without": left_out} if left_out else {}
+    headings, rows = TABLES[found[2]](record, *arguments, **options)
+    lines = [headings, *rows]
+    for word in layout:
+        if word == "bare":
+            lines = [[re.sub(r"(?<=\d) \(.*\)$", "", cell) for cell in line] for line in lines]
+        elif word.startswith("columns="):
+            kept = [int(number) - 1 for number in word.removeprefix("columns=").split(",")]
+            lines = [[line[column] for column in kept] for line in lines]
+    return f"{found[1]}\n{markdown((lines[0], lines[1:]))}\n{found[5]}"
 
 
 if __name__ == "__main__":

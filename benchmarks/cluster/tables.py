@@ -22,7 +22,7 @@ def link(setting: Record) -> str:
     return re.sub(r"([kmg])bit", lambda unit: f" {_UNITS[unit[1]]}bit/s", figures_of.link(setting))
 
 
-def links(record: Record) -> Table:
+def links(record: Record, without: Sequence[str] = ()) -> Table:
     """Milliseconds of a step on each link, with quartiles, and megabytes sent."""
     settings = record["settings"]
     headings = ["method", "sent per step, MB", *(f"{link(each)}, ms" for each in settings)]
@@ -30,6 +30,7 @@ def links(record: Record) -> Table:
         [record["titles"][method], _sent(settings, method)]
         + [_step(each["methods"].get(method, {})) for each in settings]
         for method in _methods(record)
+        if method not in without
     ]
     return headings, rows
 
@@ -105,24 +106,7 @@ def costs(record: Record, setting: Record) -> Table:
     ]
 
 
-def by_hosts(record: Record) -> Table:
-    """Milliseconds beyond the step without synchronization, by the number of hosts and the link."""
-    of_links: dict[str, dict[int, Record]] = {}
-    for setting in record["settings"]:
-        of_links.setdefault(link(setting), {})[setting["ranks"]] = setting["methods"]
-    ranks = dict.fromkeys(setting["ranks"] for setting in record["settings"])
-    above = _COSTS["above none, ms"]
-    rows = [
-        [str(count), record["titles"][method]]
-        + [above(found.get(count, {}).get(method, {})) for found in of_links.values()]
-        for count in ranks
-        for method in _methods(record)
-        if method not in figures_of.REFERENCES
-    ]
-    return ["hosts", "method", *(f"{each}, ms" for each in of_links)], rows
-
-
-def by_model(record: Record) -> Table:
+def by_model(record: Record, without: Sequence[str] = ()) -> Table:
     """Milliseconds of a step, and those beyond the step without synchronization of the same run."""
     models: dict[str, Record] = {}
     for setting in record["settings"]:  # a method's first run is the one that counts
@@ -130,6 +114,8 @@ def by_model(record: Record) -> Table:
     above = _COSTS["above none, ms"]
     rows = []
     for method in _methods(record):
+        if method in without:
+            continue
         found = [_without_quartiles(methods.get(method, {})) for methods in models.values()]
         cells = [f"{_step(each)} ({above(each)})" if above(each) else _step(each) for each in found]
         rows.append([record["titles"][method], *cells])

@@ -17,13 +17,6 @@ from report import Record, Table
 from convergence.matrix import STAGES
 
 Methods = Mapping[str, Record]  # the bytes and the losses of a task, by the name of the contender
-_WIRES = {
-    "hook-1-bucket": "torch's hook",
-    "attached": "float32",
-    "bf16-wire": "bfloat16",
-    "int8-wire": "int8",
-    "int4-wire": "int4",
-}
 
 
 def contender(name: str) -> Contender:
@@ -55,9 +48,21 @@ def times_fewer(methods: Methods, name: str) -> float:
     return float(methods["plain"]["bytes_per_step"] / methods[name]["bytes_per_step"])
 
 
-def losses(record: Record, stage: str, *tasks: str) -> Table:
+def losses(record: Record, stage: str, *tasks: str, without: Sequence[str] = ()) -> Table:
     """A row for each method of a stage that all of these tasks have."""
-    return _losses(record, [each.name for each in STAGES[stage].contenders], tasks)
+    names = [each.name for each in STAGES[stage].contenders if each.name not in without]
+    return _losses(record, names, tasks)
+
+
+def losses_by_task(record: Record, stage: str, *methods: str) -> Table:
+    """A row for each task of a stage, and a column for each of these methods, without bytes."""
+    contenders_of = contenders.expand(map(contenders.parse, methods), ())
+    rows = []
+    for task in STAGES[stage].tasks:
+        found = record["tasks"][task]["methods"]
+        cells = (_loss(found, each.name) for each in contenders_of)
+        rows.append([task, _spread(found["plain"]["losses"]), *cells])
+    return ["", "plain's loss", *(each.title for each in contenders_of)], rows
 
 
 def all_losses(record: Record, task: str) -> Table:
@@ -76,21 +81,6 @@ def _losses(record: Record, names: Iterable[str], tasks: Sequence[str]) -> Table
     return ["", *tasks], rows
 
 
-def curve(record: Record, task: str) -> Table:
-    """The mean loss and the bytes by rank, a row for each, and by wire, a column for each."""
-    methods = record["tasks"][task]["methods"]
-    ranks = {rank for method, rank, _ in map(contender, methods) if method in _WIRES and rank}
-
-    def cell(name: str) -> str:
-        if not (beyond := beyond_plain(methods, name)):
-            return ""
-        mean = f"{statistics.mean(beyond):+.3f}"
-        return f"{mean}, {_fewer(methods, name)}{_seeds(beyond, methods)}"
-
-    rows = [[str(rank), *(cell(f"{wire}:{rank}") for wire in _WIRES)] for rank in sorted(ranks)]
-    return [f"{task}: rank", *_WIRES.values()], rows
-
-
 def shadow(record: Record, *tasks: str) -> Table:
     """A row for each rank: the error of shadow mode, and the loss above plain, of each task."""
     runs = {(run["task"], run["rank"]): run for run in record["runs"]}
@@ -105,11 +95,11 @@ def shadow(record: Record, *tasks: str) -> Table:
 
 def unlike_data(record: Record) -> Table:
     """The residual over the gradient, and the distance from the optimum at the end."""
-    headings = ["", "gradients", "largest residual / gradient", "last"]
+    headings = ["", "gradients", "largest residual / gradient"]
     headings.append("distance from the optimum, last 100 steps")
     rows = []
     for run in record["runs"]:
-        figures = [run[name] for name in ("largest_ratio", "last_ratio", "last_distance")]
+        figures = [run[name] for name in ("largest_ratio", "last_distance")]
         cells = ["" if value is None else _three_digits(value) for value in figures]
         rows.append([METHODS[run["method"]].title, run["dtype"], *cells])
     return headings, rows

@@ -15,16 +15,16 @@ Run = dict[str, Any]
 _SHORT = {"gloo:all_reduce": "all-reduces", "gloo:send": "messages"}
 
 
-def sent_by_ranks(record: Record) -> Table:
+def sent_by_ranks(record: Record, without: Sequence[str] = ()) -> Table:
     """The kB that a rank sends in a step: measured over modeled, and modeled for more ranks."""
     worlds = _worlds(record)
     model = record.get("model")
-    headings = ["method", *(f"{world} ranks, kB" for world in worlds)]
+    headings = ["method", *(f"{world} processes, kB" for world in worlds)]
     headings += [f"{world}, modeled" for world in (model["counted_worlds"] if model else ())]
     rows = []
     for method in METHODS:
         runs = [_find(record, part="ranks", world=world, method=method) for world in worlds]
-        if any(runs):
+        if any(runs) and method not in without:
             cells = [_measured(run, "wire_bytes", 1e3) if run else "" for run in runs]
             modeled = model["sent_bytes"][method] if model else ()
             rows.append([TITLES[method], *cells, *(f"{sent / 1e3:,.0f}" for sent in modeled)])
@@ -114,17 +114,19 @@ def chains(record: Record) -> Table:
     ]
 
 
-def larger_groups(record: Record, model: str) -> Table:
+def larger_groups(record: Record, model: str, without: Sequence[str] = ()) -> Table:
     """Modeled milliseconds of a step's communication. The least of each link is bold."""
     modeled = record["model"]
     name = model.replace("_", " ")
-    headings = ["link", f"{name}: method", *(f"{w} ranks" for w in modeled["timed_worlds"])]
+    headings = ["link", f"{name}: method", *(f"{w} processes" for w in modeled["timed_worlds"])]
     lines = [each for each in modeled["milliseconds"] if each["model"] == name]
     rows = []
     for gbit in dict.fromkeys(line["gbit"] for line in lines):
         of_link = [line for line in lines if line["gbit"] == gbit]
         least = [min(times) for times in zip(*(line["ms"] for line in of_link), strict=True)]
         for line in of_link:
+            if line["method"] in without:
+                continue
             one = ", one bucket" if line["one_bucket"] and line["method"] != "hook" else ""
             cells = [_bold(ms, ms == best) for ms, best in zip(line["ms"], least, strict=True)]
             rows.append([f"{gbit:g} Gbit/s", TITLES[line["method"]] + one, *cells])
@@ -207,9 +209,6 @@ def _bold(ms: float, is_least: bool) -> str:
 
 TABLES: Sequence[Callable[..., Table]] = (
     sent_by_ranks,
-    process,
     parameters,
-    buckets,
-    chains,
     larger_groups,
 )

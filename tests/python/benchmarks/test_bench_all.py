@@ -138,7 +138,6 @@ def test_every_record_of_a_table_is_measured() -> None:
     }
     assert quoted - {each.name for each in ALL} == {
         "cluster_h100",
-        "kernels_h100",
         "other_suites",
         "stages_h100",
     }

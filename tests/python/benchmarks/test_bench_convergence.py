@@ -167,14 +167,17 @@ def test_the_tables_have_the_losses_above_plain_and_the_bytes() -> None:
     assert rows_of_all[4:] == [
         ["ours, int8 wire, check every 3, rank 8", "+0.000 (+0.000..+0.000), 2 seeds, 100 x"]
     ]
-    assert tables.curve(record, "lstm") == (
-        ["lstm: rank", "torch's hook", "float32", "bfloat16", "int8", "int4"],
-        [
-            ["4", "+0.200, 20 x", "", "", "", ""],
-            ["8", "", "", "", "+0.005, 100 x", ""],
-            ["16", "", "", "", "+0.008, 50 x", ""],
-        ],
-    )
+    of_rank_16 = tables.losses(record, "front", "lstm", without=["hook-1-bucket:4", "int8-wire:8"])
+    assert of_rank_16 == (["", "lstm"], [plain, rank_16])
+
+
+def test_a_table_by_task_has_a_column_for_each_method() -> None:
+    tasks_of = matrix.STAGES["variants"].tasks
+    record = {"tasks": dict.fromkeys(tasks_of, _record()["tasks"]["lstm"])}
+    headings = ["", "plain's loss", "ours, int8 wire, rank 8", "ours, int8 wire, rank 16"]
+    cells = ["2.000 (1.000..3.000)", "+0.005 (+0.000..+0.010)", "+0.008 (-0.010..+0.030)"]
+    rows = [[task, *cells] for task in tasks_of]
+    assert tables.losses_by_task(record, "variants", "int8-wire:8,16") == (headings, rows)
 
 
 def test_the_picture_has_a_line_for_each_method(tmp_path: Path) -> None:

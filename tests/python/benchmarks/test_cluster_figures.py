@@ -120,6 +120,7 @@ def test_the_tables_show_links_times_and_seconds_to_the_loss() -> None:
             ["ours", "0.20", "100 (100 to 100)", ""],
         ],
     )
+    assert [row[0] for row in tables.links(record, without=["plain"])[1]] == ["none", "ours"]
     titles = [title.partition(": ")[2] for title in tables.everything(record)]
     # With a given loss there are none on the way. The second link has failed.
     costs = ["what a method costs"] * 2
