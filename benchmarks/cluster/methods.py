@@ -198,7 +198,7 @@ METHODS = {
     ),
     **local_methods.METHODS,
     "demo": Method("DeMo", PLAIN, _demo, lacks=_demo_lacks, measure="top"),
-    "attached": _attached("ours, attached"),
+    "attached": _attached("ours, float32 wire"),
     "flat": Method("ours, flat", POWERSGD, _parallel, _options),
     "bf16-wire": _attached("ours, bf16 wire", wire_dtype=torch.bfloat16),
     "int8-wire": _attached("ours, int8 wire", wire_dtype="int8"),
