@@ -25,7 +25,7 @@ def add(state: dict[str, Any]) -> None:
 
 
 def check(state: dict[str, Any]) -> int:
-    """Verifies a state's checksums, if it has any: states of an earlier version have none.
+    """Verifies a state's checksums, if it has any: an edited state may have none.
 
     Check its tensors first, because an expanded one may be too large to read.
 

@@ -71,6 +71,7 @@ def test_an_unknown_test_is_found() -> None:
         ("convergence", ["_tables.py", "convergence"]),
         ("scaling", ["_tables.py", "scaling"]),
         ("reliability", ["_tables.py", "reliability"]),
+        ("local-steps", ["_tables.py", "local-steps"]),
     ],
 )
 def test_a_page_is_what_its_program_makes(
