@@ -187,8 +187,8 @@ class LocalSGD(Stateful):
     def state_dict(self, per_rank: bool = False) -> dict[str, Any]:
         """Returns the state. Collective without ``per_rank``.
 
-        It holds no buffers and no frozen parameters: save the model as well, but afterwards, because
-        a round in flight ends first and moves the parameters.
+        It holds no buffers and no frozen parameters: save the model as well. Copy the model's state
+        afterwards, because a round in flight ends first and moves the parameters.
 
         Args:
             per_rank: As in ``Compression.state_dict``. If False, any number of processes can load
