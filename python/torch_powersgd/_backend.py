@@ -22,7 +22,7 @@ from torch_powersgd.group_backends import (
     served_device_types,
 )
 from torch_powersgd.options import Options, resolve
-from torch_powersgd.store_agreement import CollectiveCall, count_call, store_of_call
+from torch_powersgd.store_agreement import CollectiveCall, count_call, equality_of, store_of_call
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store
@@ -125,26 +125,19 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
 def compare_options(everyone: list[dict[str, Any]]) -> str:
     """Returns an error message if options differ between ranks, or an empty string.
 
-    "kernels", the first field, is the version of the core and, in ``attach``, the kind of device.
+    "kernels" is the version of the core and, in ``attach``, the kind of device.
     Equal kernels compute bitwise identical P^ and Q from the same sums. The CPU's instruction set
     and the torch release may differ, because neither changes these bits.
     """
-    for rank, fields in enumerate(everyone):
-        for name, value in fields.items():
-            first = everyone[0].get(name)
-            if value == first:
-                continue
-            if name == "kernels":
-                return (
-                    "all ranks of a powersgd group must run the same kernels: rank 0 has "
-                    f"{first!r}, rank {rank} has {value!r}. Install one version of torch_powersgd "
-                    "everywhere, and use one type of device"
-                )
+    first = everyone[0]["kernels"]
+    for rank, given in enumerate(everyone):
+        if given["kernels"] != first:
             return (
-                f"the options of a powersgd group must be the same on all ranks: {name} is "
-                f"{first!r} on rank 0 and {value!r} on rank {rank}"
+                f"all ranks of a powersgd group must run the same kernels: rank 0 has {first!r}, "
+                f"rank {rank} has {given['kernels']!r}. Install one version of torch_powersgd "
+                "everywhere, and use one type of device"
             )
-    return ""
+    return equality_of("the options and POWERSGD_ variables of a powersgd group")(everyone)
 
 
 def _inner_name(options: Options, device: str) -> str:

@@ -38,6 +38,9 @@ def of_states(states: _C.ModelStates, per_rank: bool) -> dict[str, Any]:
     return state
 
 
+NAMES = "the hash of the parameter names"  # in what `compare` takes
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A saved state that fits.
@@ -108,7 +111,7 @@ def compare(everyone: list[dict[str, Any]]) -> str:
     """Returns an error message if the processes load different states, or an empty string."""
     first = everyone[0]
     for rank, mine in enumerate(everyone):
-        if mine["names"] != first["names"]:
+        if mine[NAMES] != first[NAMES]:
             return (
                 f"all ranks must load the state of the same module, but rank 0 and rank {rank} "
                 "load modules with different parameters"

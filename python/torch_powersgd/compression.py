@@ -393,8 +393,9 @@ class Compression(Stateful):
         """Waits until all processes have made the same call. An error names those that don't."""
         # All compressions of a group share the count of calls, so the names tell them apart.
         names = zlib.crc32(repr(self._reducer.states.names).encode())
-        same = equality_of(f"the module, the step or the arguments of {function}")
-        next_call_on(self.group, function).agree({**mine, "names": names}, compare or same)
+        mine = {**mine, checkpoint.NAMES: names}
+        same = equality_of(f"the calls of {function}")
+        next_call_on(self.group, function).agree(mine, compare or same)
 
 
 def _forget_states(compression: ref[Compression]) -> None:

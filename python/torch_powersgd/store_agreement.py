@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from torch_powersgd import log
-from torch_powersgd.option_values import cut
+from torch_powersgd.option_values import cut, shown
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -168,12 +168,16 @@ def next_call(
 
 
 def equality_of(things: str) -> Compare:
-    """A ``compare`` for ``agree`` that requires equal arguments. Its error names ``things``."""
+    """A ``compare`` for ``agree`` that requires equal arguments; its error names ``things``."""
 
     def compare(everyone: list[dict[str, Any]]) -> str:
-        for rank, other in enumerate(everyone):
-            if other != everyone[0]:
-                return f"{things} on rank {rank} differ from rank 0's"
+        for rank, given in enumerate(everyone):
+            for name, first in everyone[0].items():
+                if given.get(name) != first:
+                    return (
+                        f"{things} must be the same on all ranks: {name} is {shown(first)} on "
+                        f"rank 0 and {shown(given.get(name))} on rank {rank}"
+                    )
         return ""
 
     return compare

@@ -24,7 +24,7 @@ from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps.fragment import Tensors, reshard
 from torch_powersgd.local_steps.running import takes_local_steps
 from torch_powersgd.option_values import dtype_name, is_bool, shown
-from torch_powersgd.store_agreement import Compare, error_as_arguments
+from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments
 from torch_powersgd.targets import NamedTensors, shard_of
 
 
@@ -129,13 +129,7 @@ def _comparison(function: str) -> Compare:
                     f"all ranks must pass the same model to {function}, but rank 0 has {first} "
                     f"where rank {rank} has {mine}"
                 )
-            for name, value in everyone[0].items():
-                if given[name] != value:
-                    return (
-                        f"all ranks must pass the same {name} to {function}, but rank 0 has "
-                        f"{value} and rank {rank} has {given[name]}"
-                    )
-        return ""
+        return equality_of(f"the arguments of {function}")(everyone)
 
     return compare
 

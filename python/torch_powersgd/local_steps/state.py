@@ -61,12 +61,12 @@ def load(
     loaded: list[Loaded] = []
     try:
         loaded = _check(now, fragments, state)
-        mine = {"step": state["step"], "rounds": state["rounds"], "content": _content(state)}
+        mine = {"step": state["step"], "rounds": state["rounds"], "checksum": _content(state)}
         mine["fragments"] = [compression.plain() for compression in loaded]
     except Exception as invalid:  # Of any type: the other processes wait for it.
         mine = error_as_arguments(invalid)
     function = f"{now.kind}.load_state_dict"
-    next_call_on(group, function).agree(mine, equality_of(f"the states of {function}"))
+    next_call_on(group, function).agree(mine, equality_of(f"the states that {function} loads"))
     parts = zip(fragments, state["fragments"].values(), loaded, strict=True)
     for fragment, saved, compression in parts:
         compression.into(fragment.compression._reducer.states)

@@ -166,7 +166,7 @@ def shadow(
         check_module(ddp)
         if ddp.process_group.size() == 1:
             raise ValueError("shadow needs a group of at least two ranks, got one")
-        mine = {"steps": steps, "options": [each._plain() for each in compared]}
+        mine = {**compared[0]._plain(), "ranks": list(ranks), "steps": steps}
     except (TypeError, ValueError) as error:
         mine = {"error": str(error)}
     compare = equality_of("the arguments of shadow")

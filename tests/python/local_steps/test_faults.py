@@ -261,7 +261,7 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
         (lambda: tp.DiLoCo(model, sgd, None, 4), "outer_optimizer must be a torch.optim.Optimizer"),  # type: ignore[arg-type]
         (
             lambda: tp.LocalSGD(model, sgd, 4 + rank),
-            "must pass the same sync_every to LocalSGD, but rank 0 has 4 and rank 1 has 5",
+            "of LocalSGD must be the same on all ranks: sync_every is 4 on rank 0 and 5 on rank 1",
         ),
         (lambda: tp.LocalSGD(model, sgd, 4 * (1 - rank)), "rank 1: sync_every must be an integer"),
         (lambda: tp.LocalSGD(model, sgd, 4, {"bits": 4}), "'bits' is not an option"),

@@ -122,7 +122,7 @@ def test_states_of_different_jobs_are_refused(rank: int, outer: bool) -> None:
     for job in (Job(outer), Job(outer)):
         job.train(rank + 2 * len(states), 0, EVERY)
         states.append(job.steps.per_rank.state_dict())
-    with pytest.raises(ValueError, match=r"states of .*load_state_dict on rank 1 differ from rank"):
+    with pytest.raises(ValueError, match="the same on all ranks: checksum is"):
         job.steps.load_state_dict(states[rank])
 
 
@@ -137,7 +137,7 @@ def test_a_difference_in_the_last_fragment_changes_nothing(rank: int) -> None:
     if rank == 1:
         mixed["fragments"]["1"]["compression"] = states[0]["fragments"]["1"]["compression"]
     before = to_bytes(states[1])
-    with pytest.raises(ValueError, match="load_state_dict on rank 1 differ from rank 0's"):
+    with pytest.raises(ValueError, match="load_state_dict loads must be the same on all ranks: "):
         job.steps.load_state_dict(mixed)
     assert to_bytes(job.steps.state_dict()) == before
 

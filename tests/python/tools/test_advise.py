@@ -189,7 +189,7 @@ def test_an_error_of_one_process_ends_all() -> None:
 
 def _unlike_models(rank: int) -> None:
     job = advise.Job(torch.nn.Linear(2, 2 + rank), _step, [])
-    with pytest.raises(advise.SharedError, match="on rank 1 differ from rank 0's"):
+    with pytest.raises(advise.SharedError, match="must be the same on all ranks"):
         advise.on_every_process(lambda: job, advise.Job.outline)
 
 

@@ -177,7 +177,11 @@ def _refusals(rank: int) -> None:
     refuses("ranks must be one or more distinct integers >= 1, got [4, 4]", ddp, ranks=[4, 4])
     refuses("matrix_approximation_rank must be", ddp, ranks=[0])
     refuses("options of shadow: 'rank' is not an option", ddp, options={"rank": 4})
-    refuses("the arguments of shadow on rank 1 differ from rank 0's", ddp, steps=3 + rank)
+    refuses(
+        "of shadow must be the same on all ranks: steps is 3 on rank 0 and 4 on rank 1",
+        ddp,
+        steps=3 + rank,
+    )
     shadow = tp.shadow(ddp, ranks=[2], steps=2)
     with pytest.raises(ValueError, match="shadow has taken 0 of 2 steps"):
         shadow.error(2)
