@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures what the docs quote, part by part: `make bench`, or `make bench PART=cluster`.
+"""Reruns the benchmarks behind the figures in the docs.
 
+    make bench                      all parts, the same as: python benchmarks/bench_all.py
+    make bench PART=cluster         one part
     python benchmarks/bench_all.py --list
     python benchmarks/bench_all.py cluster reliability
 
-It skips the results of a commit since which neither the product nor a benchmark has changed. A
-record goes to build/bench first, and to benchmarks/results when it is complete. After an
-interruption the same call goes on: the programs that take hours resume from that file.
+A result is skipped if neither the package nor the benchmarks have changed since its commit. A
+record is written to build/bench first, and to benchmarks/results when it is complete. To resume
+after an interruption, run the same command: programs that take hours continue from that file.
 
-The machine must be quiet. Links between hosts need root, ip and tc. bench_cluster compares the
-author's powersgd if a clone of https://github.com/epfml/powersgd is on PYTHONPATH, as the package
-that pip installs is empty. bench_convergence compares DeMo if the folder of a clone of
-https://github.com/bloc97/DeMo is there.
+Run it on an idle machine. Links between hosts need root, ip and tc. bench_cluster also measures the
+author's powersgd if a clone of https://github.com/epfml/powersgd is on PYTHONPATH; the package that
+pip installs is empty. bench_convergence also measures DeMo if the folder that holds a clone of
+https://github.com/bloc97/DeMo is on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Measurement:
         return _measures_this_tree(self.result)
 
     def run(self) -> bool:
-        """Measures, or goes on. Returns whether the result is complete."""
+        """Starts or resumes the measurement. Returns whether the result is complete."""
         record, picture = UNFINISHED / self.result.name, UNFINISHED / f"{self.name}.png"
         if not _measures_this_tree(record):
             record.unlink(missing_ok=True)
@@ -61,7 +63,7 @@ class Measurement:
 
 
 def _measures_this_tree(record: Path) -> bool:
-    """Returns whether what is measured has not changed since the commit of a record."""
+    """Whether the measured code has not changed since the commit of a record."""
     if not record.exists() or not (commit := json.loads(record.read_text()).get("commit")):
         return False
     changed = ["git", "diff", "--quiet", commit, "--", *MEASURED]
@@ -165,7 +167,7 @@ PARTS = {
 
 
 def listed() -> str:
-    """The parts with their hours, and the results that are to be measured."""
+    """The parts with their hours, and the results still to be measured."""
     lines = []
     for name, part in PARTS.items():
         hours = sum(each.minutes for each in part) / 60
@@ -178,8 +180,10 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (all)")
-    parser.add_argument("--list", action="store_true", help="show the parts, and measure nothing")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"parts to run: {', '.join(PARTS)} (all)"
+    )
+    parser.add_argument("--list", action="store_true", help="list the parts and measure nothing")
     arguments = parser.parse_args(words)
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compares the ways to average gradients by the time of a training step on a slow network.
+"""Compares methods of averaging gradients by the time of a training step on a slow network.
 
     python benchmarks/bench_cluster.py --ranks 2 --rates 1gbit
     python benchmarks/bench_cluster.py --quick --models gpt-1M
@@ -9,25 +9,27 @@
     python benchmarks/bench_cluster.py --device cuda --models gpt2 --json gpt2.json --logs logs
     python benchmarks/bench_cluster.py --show gpt2.json --picture gpt2.png
 
-The hosts are network namespaces on a switch, each on a link that is shaped in both directions, so
-it needs root, ip and tc (iproute2). On a GPU the ranks share it through an MPS daemon of their own
-and talk over NCCL's sockets. There a model takes some 6 minutes by estimate, and its methods' ranks
-70 GB: --methods names fewer for a smaller GPU. Every method has ranks of its own, freshly started
-for each setting. They take turns of a few steps, in an order that rotates, and sleep meanwhile;
-what is compared is from the same round of turns. All is removed at the end, however it comes; what
-a killed run left, when the next one starts.
+Each host is a network namespace on a virtual switch, with a link that is shaped in both directions.
+This needs root, ip and tc (iproute2). On a GPU, the processes share it through a private MPS daemon
+and communicate over NCCL's sockets. There, expect about 6 minutes per model and 70 GB for the
+processes of all methods; on a smaller GPU, choose fewer with --methods.
 
-With --delays, a frame takes that much longer from host to host, one way. The links are then TAP
-devices that one process forwards between, because netem is a module that many kernels lack; see
-launcher/emulated_links.py. TCP's windows are the machine's own, and so is its congestion control
-unless --congestion-control names one.
+Each method has its own processes, started anew for each setting. The methods take turns of a few
+steps, in a rotating order, and sleep in between. Times are compared within one round of turns. All
+hosts and processes are removed at exit, even after an error. The next run removes what a killed run
+left behind.
 
-The loss is from longer runs on unshaped links, on the same text for every method. The seconds to a
-loss are the steps to it times the median step. The losses are those of plain at each quarter of its
-steps, a seed's against the same seed's; with --seeds, a figure is the median over the seeds. A
-method that has not reached plain's last loss by plain's last step trains half as long again. The
-bytes are the interface's count, which knows large segments before they are cut: a few per cent of
-headers less than on a cable.
+With --delays, each frame takes that much longer from host to host, one way. The links are then TAP
+devices, and one process forwards frames between them, because many kernels lack netem; see
+launcher/emulated_links.py. TCP windows are the machine's own, and so is congestion control unless
+--congestion-control is given.
+
+The loss comes from separate, longer runs on unshaped links, with the same text for every method.
+The time to a loss is the number of steps to it times the median step time. The target losses are
+those of plain after each quarter of its steps, seed by seed; with --seeds, a figure is the median
+over the seeds. A method that has not reached plain's final loss by plain's last step trains for
+half as many steps again. The bytes sent are the interface's count, which sees large segments before
+they are split, so it lacks the headers that a cable would also carry, a few percent.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from cluster.trainees import EXACT_STEPS
 from launcher import emulated_links, hosts, signals
 from report import Record, commit, processor, provenance, show, write
 
-# The first steps are not measured: they are exact, rebuild buckets and allocate.
+# The first steps are not measured: they are exact, rebuild buckets and allocate memory.
 WARMUP_STEPS = EXACT_STEPS + 3
 
 
@@ -63,10 +65,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def missing(device: str, delayed: bool, named: Sequence[str] = ()) -> list[str]:
-    """Returns the things that this machine lacks to measure, each in a few words."""
+    """Returns what this machine lacks for the benchmark, each item in a few words."""
     lacks = hosts.missing() + [why for model in named if (why := models.lacks(model))]
     if delayed and not os.access(emulated_links.CONTROL, os.W_OK):
-        lacks.append(f"{emulated_links.CONTROL} (links with a delay are made of it)")
+        lacks.append(f"{emulated_links.CONTROL} (for links with a delay)")
     if device == "cuda":
         if not torch.cuda.is_available():
             lacks.append("a GPU that this torch can use")
@@ -82,7 +84,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
         self.arguments = arguments
-        self.variables = variables  # the environment of the ranks
+        self.variables = variables  # of the processes' environment
         lacks = {contender: contender.how.lacks() for contender in arguments.contenders}
         self.contenders = [contender for contender, why in lacks.items() if not why]
         self.record: Record = {
@@ -107,7 +109,7 @@ class Bench:
         of = self.arguments
         links = itertools.product(of.rates, of.delays, of.slow_start_after_idle)
         for rate, delay_ms, idle in links:
-            # Six times the seconds that a ring all-reduce needs on the link.
+            # Six times what a ring all-reduce takes on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
             network = hosts.Hosts(ranks, rate, delay_ms, None, of.congestion_control, idle)
             with network as cluster, contextlib.ExitStack() as stack:
@@ -147,13 +149,13 @@ class Bench:
         seed: int,
         plain: Sequence[Run] | None,
     ) -> Run:
-        """Trains for the steps of plain, and half as many more if plain's loss needs them."""
+        """Trains for plain's steps, and half as many more if plain's loss is not reached."""
         steps = self.arguments.learning_steps
         with self._player(cluster, 20, model, contender, seed) as player:
             run = player.turn(steps - WARMUP_STEPS - 1)
             if plain and run.succeeded and not figures.catches_up(run, plain[seed], steps):
                 more = player.turn(steps // 2 - 1)
-                run = max(run, more, key=lambda run: len(run.losses))  # a failure starts anew
+                run = max(run, more, key=lambda run: len(run.losses))  # a failed run starts over
         _tell(f"{model}, {len(cluster)} ranks, loss of seed {seed}", contender, run)
         return run
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures what compression costs in what is learned. Each part makes a section of the docs.
+"""Measures how compression affects convergence. Each part produces a section of the docs.
 
 python benchmarks/bench_convergence.py losses --json convergence.json --picture convergence.png
 python benchmarks/bench_convergence.py losses --resume --json convergence.json --stages front

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// How close do the CUDA stages come to the floor, the bytes that no step can do without at copy
-// speed?
+// Compares the time of the CUDA stages with the floor: the time for the bytes that no step can
+// avoid, at copy speed.
 //
 //   build/gpu/bench_kernels --json kernels.json
 //   build/gpu/bench_kernels --models gpt2 llama --ranks 4 16 --kinds float32 bfloat16
 //   build/gpu/bench_kernels --ranks 16 32 --products float32 bfloat16
 //
-// No torch and no network: buckets of random gradients, the reductions left out. Buckets are used
-// in turn, so many that none is in the cache from the last time. Times are medians, by events
-// around one stage of all buckets, divided by their number. The device first spins while the host
-// launches, so that a busy host, such as one that compiles meanwhile, changes no figure.
+// It needs neither torch nor a network: buckets hold random gradients, and nothing is reduced. So
+// many buckets take turns that none is in the cache from its last use. Times are medians between
+// events around one stage of all buckets, divided by their number. The device spins while the host
+// launches, so a busy host, such as one that compiles, changes no figure.
 //
 // The kernels read POWERSGD_DEPENDENT_LAUNCH once per process. To compare its values, run the
 // program once with each.
@@ -35,7 +35,7 @@ using namespace powersgd::kernels;
 constexpr int kRepeats = 15;
 constexpr int kWarmups = 3;
 
-// As BucketTables of csrc/compressor makes it.
+// Built as by BucketTables in csrc/compressor.
 Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
   const Layout& layout = *measured.layout;
   const Kind& kind = *measured.kind;
@@ -88,7 +88,7 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Milliseconds of each part of work, which is given its number.
+// Milliseconds of each part of `work`, which takes the part's number.
 std::vector<double> times(int parts, const std::function<void(int)>& prepare,
                           const std::function<void(int)>& run) {
   std::vector<cudaEvent_t> marks(parts + 1);
@@ -144,7 +144,7 @@ void fill(const Bucket& bucket, const Layout& layout, int directions, uint32_t s
 Row measure(const Case& measured, double copy) {
   const Layout& layout = *measured.layout;
   const Kind& kind = *measured.kind;
-  // At least 1 GB of gradient and memory in all.
+  // At least 1 GB of gradients and memory in total.
   const int64_t numel = layout.numel();
   const int count = static_cast<int>(std::max<int64_t>(2, (int64_t{1} << 27) / numel));
   Pool pool;
@@ -190,7 +190,7 @@ int main(int count, char** words) {
   using namespace powersgd::bench;
   const Arguments arguments = Arguments::parse(count, words);
   const double copy = copy_bytes_per_ms();
-  std::printf("copy: %.2f TB/s, read and written. Times in microseconds per bucket.\n", copy / 1e9);
+  std::printf("copy: %.2f TB/s, read plus write. Times in microseconds per bucket.\n", copy / 1e9);
   print_headings();
   std::vector<Row> rows;
   for (const Kind& kind : kKinds) {

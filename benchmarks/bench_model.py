@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compares the stages of a whole bfloat16 model with its forward and backward pass, on one GPU.
+"""Compares the compression stages with the forward and backward pass of a large model, on one GPU.
 
     python benchmarks/bench_model.py
     python benchmarks/bench_model.py --batches 1 4 --sequence 4096 --ranks 16 --json model.json
 
-The model is a decoder of 3.2 billion parameters, with the shapes of Llama 3.2 3B (Grattafiori et
-al., 2024), random weights and random tokens. First a dense step is timed: the loss and its
-gradients, without an optimizer and without the rotation of positions. The model then leaves the
-memory, and all four stages run over all buckets that DDP would make of its gradients. The share is
-the stages' time over the dense step's.
+The model is a bfloat16 decoder with 3.2 billion parameters. It has the shapes of Llama 3.2 3B
+(Grattafiori et al., 2024), random weights and random tokens. The program first times a dense step:
+the loss and its gradients, without an optimizer or rotary position embeddings. It then frees the
+model, and runs all four stages on all buckets that DDP would build for its gradients. The share is
+the stages' time divided by the dense step's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Shape:
     width: int = 3072
     inner: int = 8192  # the width of the feed-forward part
     heads: int = 24
-    key_heads: int = 8  # each serves several heads
+    key_heads: int = 8  # each is shared by several heads
     vocabulary: int = 128256
 
 
@@ -80,7 +80,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """forward() returns the loss. The embedding is also the output's matrix."""
+    """forward() returns the loss. The embedding and the output layer share a matrix."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def dense_step(shape: Shape, batch: int, arguments: argparse.Namespace) -> dict[
 
 @contextlib.contextmanager
 def _made_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Makes parameters of this type on this device."""
+    """Creates parameters with this dtype on this device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -154,7 +154,7 @@ def stages(shape: Shape, rank: int, residual: str, arguments: argparse.Namespace
 
 
 def _collect() -> None:
-    """Gives the memory of what is no longer used to whoever measures next."""
+    """Frees unused memory for the next measurement."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -192,17 +192,17 @@ def measure_stages(shape: Shape, arguments: argparse.Namespace, record: dict[str
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--device", default="cuda", choices=["cpu", "cuda"], help="device that computes (cuda)")
-    add("--batches", nargs="+", type=int, default=[1, 2, 4], help="sequences of a step (1 2 4)")
-    add("--sequence", type=int, default=2048, help="tokens of a sequence (2048)")
-    add("--ranks", nargs="+", type=int, default=[4, 16], help="ranks of the approximation (4 16)")
+    add("--device", default="cuda", choices=["cpu", "cuda"], help="device (cuda)")
+    add("--batches", nargs="+", type=int, default=[1, 2, 4], help="sequences per step (1 2 4)")
+    add("--sequence", type=int, default=2048, help="tokens per sequence (2048)")
+    add("--ranks", nargs="+", type=int, default=[4, 16], help="matrix ranks (4 16)")
     kinds: dict[str, Any] = {"default": ["float32", "bfloat16"], "choices": ["float32", "bfloat16"]}
     add("--residuals", nargs="+", help="dtypes of the residual (float32 bfloat16)", **kinds)
     add("--repeats", type=int, default=10, help="number of timed steps (10)")
     add("--json", type=Path, help="file for the results, written after every configuration")
     sizes = vars(Shape())
     for name, size in sizes.items():
-        add(f"--{name.replace('_', '-')}", type=int, default=size, help=f"of the model ({size})")
+        add(f"--{name.replace('_', '-')}", type=int, default=size, help=f"model shape ({size})")
     return parser.parse_args(words)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trains where networks and processes fail, and for long: the trials of docs/reliability.md.
+"""Tests training under network faults, killed processes and long runs, for docs/reliability.md.
 
     python benchmarks/bench_reliability.py faults --only stopped killed
     python benchmarks/bench_reliability.py starts --starts 200 --ranks 2 4
@@ -9,7 +9,7 @@
     python benchmarks/bench_reliability.py replicas --every 30
     python benchmarks/bench_reliability.py faults --help
 
-The program fails if a part finds what must not be.
+The exit status is 1 if a part finds a problem.
 """
 
 from __future__ import annotations

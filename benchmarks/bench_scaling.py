@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures what grows with ranks, parameters and buckets, and models groups of up to 1024 ranks.
+"""Measures how costs grow with processes, parameters and buckets, and models up to 1024 processes.
 
     python benchmarks/bench_scaling.py --json scaling.json
     python benchmarks/bench_scaling.py --resume --json scaling.json --parts parameters model
     python benchmarks/bench_scaling.py --show scaling.json
 
-It trains models without computation, whose gradients are random numbers, on local ranks over Gloo.
-It counts bytes on the wire, collectives, memory, threads, sockets and checkpoints, which other
-programs on the machine do not change. Its seconds are those of ranks that share the machine.
+It trains models that compute nothing and have random gradients, in local processes over Gloo. It
+counts bytes on the wire, collectives, memory, threads, sockets and checkpoint sizes, which do not
+depend on the load of the machine. The times are those of processes that share one machine.
 
-A run starts only if the machine has the memory for it, and ends if the memory runs out. The part
-"model" measures nothing: it is a model of links of these rates and costs of a message.
+A run starts only if the machine has enough memory for it, and is ended if memory runs low. The part
+"model" measures nothing: it predicts times from --rates, --message-us and --handling-us.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from scaling.settings import MODELS, RANK, Setting, runs_of
 
 MEASURED = ("ranks", "parameters", "buckets")
 PARTS = (*MEASURED, "hops", "model")
-MEASURED_MODEL = "10 M"  # of the part "ranks"
-MOST_HOSTS = 8  # more take too long to share two cores
+MEASURED_MODEL = "10 M"  # by the part "ranks"
+MOST_HOSTS = 8  # more are too slow on two cores
 _LIMIT_SECONDS = 900
 
-# The figures that are the same on all ranks, or nearly, and those whose mean is taken. The others
-# are the last rank's, since rank 0 also serves the store, or the slowest's.
+# The first rank's figure stands for all where they are (nearly) equal. Others are averaged, or are
+# the slowest rank's, or the last rank's, since rank 0 also serves the store.
 _OF_FIRST = ("collectives", "buckets", "stage_seconds")
 _MEANS = ("wire_bytes", "memory_bytes", "mean_checkpoint_bytes", "rank_checkpoint_bytes")
 _OF_LAST = ("threads", "sockets", "store_bytes")
@@ -45,17 +45,34 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     models = ["1 M", "10 M", "100 M", "1 B"]
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts (all)")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
     add("--ranks", nargs="+", type=int, default=[2, 4, 8, 16], help="group sizes (2 4 8 16)")
-    of_models = f"models of the part on parameters ({' '.join(map(repr, models))})"
+    of_models = f"models for the part parameters ({' '.join(map(repr, models))})"
     add("--models", nargs="+", choices=MODELS, default=models, help=of_models)
-    add("--caps", nargs="+", type=int, default=[1, 5, 25, 100], help="MiB of buckets (1 5 25 100)")
-    add("--rates", nargs="+", type=float, default=[1, 10, 100], help="Gbit/s to model (1 10 100)")
-    add("--message-us", type=float, default=50, help="microseconds of a small message (50)")
-    handling = "microseconds of the processor for a message that is sent and received (25)"
+    add(
+        "--caps",
+        nargs="+",
+        type=int,
+        default=[1, 5, 25, 100],
+        help="bucket sizes, in MiB (1 5 25 100)",
+    )
+    add(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=[1, 10, 100],
+        help="modeled link rates, in Gbit/s (1 10 100)",
+    )
+    add(
+        "--message-us",
+        type=float,
+        default=50,
+        help="modeled latency of a small message, in microseconds (50)",
+    )
+    handling = "modeled CPU time of sending and receiving a message, in microseconds (25)"
     add("--handling-us", type=float, default=25, help=handling)
-    add("--quick", action="store_true", help="two ranks and a tiny model")
-    add("--resume", action="store_true", help="keep the runs that the file of --json has")
+    add("--quick", action="store_true", help="two processes and a tiny model")
+    add("--resume", action="store_true", help="keep the runs that are already in the --json file")
     add_files(parser, "after every run")
     arguments = parser.parse_args(words)
     if min(arguments.ranks) < 2:
@@ -66,7 +83,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def _record(arguments: argparse.Namespace) -> Record:
-    """The record to add runs to, which is empty or the one to resume."""
+    """The record to add runs to: an empty one, or the one to resume."""
     if not (arguments.resume and arguments.json and arguments.json.exists()):
         cores = os.cpu_count()
         return {**provenance(processor()), "approximation": RANK, "cores": cores, "runs": []}
@@ -82,7 +99,7 @@ def _setting_of(run: dict[str, Any]) -> Setting:
 
 def measure(arguments: argparse.Namespace) -> Record:
     """The record of all parts."""
-    # glibc then gives large blocks back as soon as they are free, so that the memory is exact.
+    # With this threshold, glibc returns large blocks as soon as they are free: memory is exact.
     os.environ.update({"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"})
     record = _record(arguments)
     done = [_setting_of(run) for run in record["runs"]]
@@ -99,7 +116,7 @@ def measure(arguments: argparse.Namespace) -> Record:
         if run := _run(setting):
             record["runs"].append(run)
         else:
-            print(f"left out, as memory is short: {setting.title}")
+            print(f"left out, too little memory: {setting.title}")
         write(record, arguments.json)
     if "hops" in arguments.parts:
         if lacks := hosts.missing():
@@ -119,7 +136,7 @@ def _run(setting: Setting) -> dict[str, Any] | None:
     needs, free = setting.needs(), available_memory()
     if needs > free:
         return None
-    # Every rank's mean checkpoint exists at the same time.
+    # The mean checkpoints of all ranks exist at the same time.
     checkpoints = needs + setting.world * setting.state_bytes() < free
     load = round(os.getloadavg()[0], 1)
     args = (setting.world, setting, checkpoints)
@@ -129,7 +146,7 @@ def _run(setting: Setting) -> dict[str, Any] | None:
 
 
 def _joined(figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """One figure of all ranks: a mean, that of the last rank, or the slowest's."""
+    """One figure for all ranks: the mean, the last rank's, or the slowest's."""
     first, last = figures[0], figures[-1]
     joined = {name: first[name] for name in _OF_FIRST if name in first}
     joined |= {name: last[name] for name in _OF_LAST}

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures the four stages, against torch's hook and against the copy speed.
+"""Times the four compression stages, next to torch's powerSGD_hook and the device's copy speed.
 
     python benchmarks/bench_stages.py --models resnet18 demo --ranks 4
     python benchmarks/bench_stages.py --device cuda --models resnet50 gpt2 llama --ranks 1 4 32
 
-It is one process without a network. One run measures three things on the same buckets: the stages
-of this project, one by one and together; torch's whole powerSGD_hook in a group of one rank, whose
-all-reduces send nothing; and the floor. The floor is what a step has to read and write at the speed
-at which the device copies.
+It runs in one process, without a network, and times three things on the same buckets: the stages of
+this project, separately and together; torch's whole powerSGD_hook in a group of one process, whose
+all-reduces send nothing; and the floor. The floor is the time to read and write the bytes that a
+step cannot do without, at the device's copy speed.
 
-On a GPU, "all" and "hook" begin on an idle device and include the launches. The stages and "queued"
-are measured while the host is ahead of the device, as it is in a backward pass. "launches" are the
-kernels of this project.
+On a GPU, "all" and "hook" start on an idle device and include the launches. The stages and "queued"
+are timed while the host is ahead of the device, as it is in a backward pass. "launches" counts this
+project's kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch_powersgd._core import _C
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.tools.footprint import Layout, buckets_of
 
-COPIED_BYTES = 1 << 30  # by a GPU, to measure its copy speed
+COPIED_BYTES = 1 << 30  # on a GPU, to measure its copy speed
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def bench(case: Case, repeats: int) -> Record:
         "hook": hook_result,
         "copy_gbyte_per_s": copied_per_ms / 1e6,
         "hook_over_ours": hook_result["ms"] / ours_result["ms"],
-        # The bus bandwidth below which compression pays: an all-reduce moves 2 bytes(G).
+        # The bus bandwidth below which compression pays off: an all-reduce moves 2 bytes(G).
         "break_even_gbyte_per_s": 2 * gradient_bytes / (ours_result["queued_ms"] * 1e-3) / 1e9,
     }
     result["floor_ms"] = floor_ms(result)
@@ -166,7 +166,7 @@ def cells(r: Record) -> dict[str, str]:
 
 
 def print_line(words: Iterable[str], headings: Iterable[str]) -> None:
-    """Prints a line of the table at once, so that a time limit leaves the lines before it."""
+    """Prints a line of the table at once, so that a time limit loses no earlier line."""
     (first, _), *others = zip(words, headings, strict=True)
     print(first.ljust(18), *(w.rjust(max(8, len(heading))) for w, heading in others), flush=True)
 
@@ -174,9 +174,9 @@ def print_line(words: Iterable[str], headings: Iterable[str]) -> None:
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--device", default="cpu", choices=["cpu", "cuda"], help="device that computes (cpu)")
+    add("--device", default="cpu", choices=["cpu", "cuda"], help="device (cpu)")
     add("--models", nargs="+", default=["resnet18", "demo"], choices=shapes.MODELS)
-    add("--ranks", nargs="+", type=int, default=[4], help="ranks of the approximation (4)")
+    add("--ranks", nargs="+", type=int, default=[4], help="matrix ranks (4)")
     add(
         "--dtypes",
         nargs="+",
@@ -184,7 +184,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         metavar="GRADIENT[/RESIDUAL]",
         help="dtypes of the gradients and of the residuals (float32/float32)",
     )
-    add("--threads", type=int, default=1, help="number of threads on a CPU (1)")
+    add("--threads", type=int, default=1, help="number of CPU threads (1)")
     add("--repeats", type=int, default=15, help="number of timed steps (15)")
     add("--json", type=Path, help="file for the results, written after every configuration")
     return parser.parse_args(words)

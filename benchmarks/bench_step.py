@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The time of a training step of GPT-2 on one GPU, with the stages and without.
+"""Times a training step of GPT-2 on one GPU, with and without the compression stages.
 
     python benchmarks/bench_step.py
     POWERSGD_DEPENDENT_LAUNCH=0 python benchmarks/bench_step.py --json serial.json
 
-bench_stages.py runs the stages alone. Here they run on a stream of their own, bucket by bucket,
-while DDP's backward pass goes on, so that this shows what they take from it. There is one rank, so
-nothing is sent. The step without stages has a hook that does nothing. All take turns.
+bench_stages.py runs the stages alone. Here they run on their own stream, bucket by bucket, during
+DDP's backward pass, so the times show how much they slow it down. There is one process, so nothing
+is sent. The step without stages has a communication hook that does nothing. The variants take
+turns.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ import torch_powersgd
 
 TURNS = 5
 WARMUPS = 3
-TOKENS = 128  # the part of the vocabulary that the batches use
+TOKENS = 128  # of the vocabulary, which the batches use
 
 Step = Callable[[], None]
 
 
 class StagesHook:
-    """DDP's hook: the stages of each bucket, without its reductions."""
+    """A DDP communication hook that runs the stages of each bucket, but not its reductions."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._options = torch_powersgd.Options.hook_defaults(matrix_approximation_rank=rank)
         self._device = device
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
-        self._buckets: dict[tuple[torch.Size, ...], Ours] = {}  # DDP makes others after a step
+        self._buckets: dict[tuple[torch.Size, ...], Ours] = {}  # DDP rebuilds them after a step
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         shapes = tuple(parameter.shape for parameter in bucket.parameters())
@@ -70,7 +71,7 @@ StagesHook.reduce.__annotations__.clear()  # DDP compares them with types; these
 
 
 def make_step(arguments: argparse.Namespace, rank: int | None, cap: int) -> Step:
-    """A step of the model with the stages at this rank, or without stages."""
+    """A step of the model with the stages at this matrix rank, or without stages if None."""
     device = (
         torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
     )
@@ -113,14 +114,14 @@ def measure(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--device", default="cuda", choices=["cpu", "cuda"], help="device that computes (cuda)")
+    add("--device", default="cuda", choices=["cpu", "cuda"], help="device (cuda)")
     texts = [name for name, task in models.TASKS.items() if isinstance(task, models.Text)]
-    add("--model", default="gpt2", choices=texts, help="model that is trained (gpt2)")
-    add("--batch", type=int, default=8, help="sequences of a step (8)")
-    add("--tokens", type=int, default=512, help="tokens of a sequence (512)")
-    add("--ranks", nargs="+", type=int, default=[4, 16], help="ranks of the approximation (4 16)")
+    add("--model", default="gpt2", choices=texts, help="model to train (gpt2)")
+    add("--batch", type=int, default=8, help="sequences per step (8)")
+    add("--tokens", type=int, default=512, help="tokens per sequence (512)")
+    add("--ranks", nargs="+", type=int, default=[4, 16], help="matrix ranks (4 16)")
     add("--caps", nargs="+", type=int, default=[25, 100], help="DDP's bucket_cap_mb (25 100)")
-    add("--repeats", type=int, default=5, help="steps of a turn (5)")
+    add("--repeats", type=int, default=5, help="steps per turn (5)")
     add("--json", type=Path, help="file for the results, written after every turn")
     return parser.parse_args(words)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Equality to the bit, which ranks and runs compare by a hash."""
+"""Bitwise equality, which processes and runs compare by a hash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Returns a hash of the bits of all tensors, which are on the CPU."""
+    """Returns a hash of the bits of all tensors, which must be on the CPU."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().contiguous().numpy().tobytes())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Clocks: the processor's, and on a GPU the time between two of its events."""
+"""Clocks: CPU time, and on a GPU the time between two events."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-# The device sleeps for about 10 ms, in which the host launches a whole step.
+# The device spins for about 10 ms, while the host launches a whole step.
 AHEAD_CYCLES = 20_000_000
 
 
 class Clock:
-    """Measures what runs on one device. Times are in milliseconds."""
+    """Times what runs on one device, in milliseconds."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
     def mark(self) -> Any:
-        """The moment after all that was launched before."""
+        """A mark after everything launched so far."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -35,7 +35,7 @@ class Clock:
         return float(start.elapsed_time(end))
 
     def get_ahead(self) -> None:
-        """Lets the host go ahead of the device, as it is while autograd runs backward."""
+        """Lets the host get ahead of the device, as it does in a backward pass."""
         if self._cuda:
             torch.cuda._sleep(AHEAD_CYCLES)
 
@@ -46,7 +46,7 @@ class Clock:
         before: Callable[[], None] = lambda: None,
         ahead: bool = False,
     ) -> float:
-        """The median milliseconds of run(). An untimed before() precedes each run."""
+        """The median time of run(). An untimed before() precedes each run."""
         times = []
         for _ in range(repeats):
             before()
@@ -61,7 +61,7 @@ class Clock:
 
 
 class PeakMemory:
-    """The peak of the device memory that is allocated from now on, in bytes. It is 0 on a CPU."""
+    """The peak of allocated device memory from now on, in bytes. It is 0 on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

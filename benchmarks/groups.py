@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The group of a benchmark's rank, also where torch's PowerSGD hook runs, and its store."""
+"""The process group of a benchmark, which works with torch's PowerSGD hook too, and its store."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-# The groups of this process, which exits with them. A callback of torch's hook may hold the last
-# reference to one. Gloo's own thread would then destroy it, and abort on joining itself.
+# Keeps the groups until the process exits. Otherwise a callback of torch's hook may hold the last
+# reference to one: Gloo's own thread then destroys it, and aborts on joining itself.
 _groups: list[dist.ProcessGroup | None] = []
 
 
 @contextmanager
 def default_group(backend: str, **arguments: Any) -> Iterator[None]:
-    """A block with a default group, which init_process_group makes with these arguments.
+    """A context with a default group, which init_process_group makes with these arguments.
 
-    After an exception the group is left to the exit of the process: to destroy it could hang.
+    After an exception the group is not destroyed, because that could hang.
     """
     dist.init_process_group(backend, **arguments)
     _groups.append(dist.group.WORLD)
@@ -32,7 +32,7 @@ def default_group(backend: str, **arguments: Any) -> Iterator[None]:
 def tcp_store(
     folder: Path, rank: int, address: str = "127.0.0.1", seconds: float = 300
 ) -> dist.TCPStore:
-    """A store that rank 0 serves on a free port, which the ranks share by a file in the folder."""
+    """A store that rank 0 serves on a free port, which it writes to a file in the folder."""
     file = folder / "port"
     while rank and not file.exists():
         time.sleep(0.01)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Counts of what a process has: memory, threads, open files and sockets, and the bytes it sends."""
+"""Counts a process's memory, threads, open files, sockets and sent bytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _TCP_BYTES_AT = 120  # of tcpi_bytes_acked in Linux's struct tcp_info; tcpi_byte
 
 
 def available_memory() -> int:
-    """The bytes that the machine can still give to processes."""
+    """The bytes of memory that are available on the machine."""
     return 1024 * _number_of(Path("/proc/meminfo"), "MemAvailable")
 
 
 def touched_memory() -> int:
-    """The bytes of this process's own memory, after it has given back what is free."""
+    """The bytes of this process's private memory, after returning what is free."""
     gc.collect()
     with contextlib.suppress(AttributeError):  # malloc_trim is glibc's
         ctypes.CDLL(None).malloc_trim(0)
@@ -28,7 +28,7 @@ def touched_memory() -> int:
 
 
 def bytes_written() -> int:
-    """The bytes that this process has handed to write and similar calls, as Gloo does."""
+    """The bytes that this process has passed to write() and similar calls, as Gloo does."""
     return _number_of(Path("/proc/self/io"), "wchar")
 
 
@@ -45,13 +45,13 @@ def files() -> dict[int, str]:
     """The names of the open files, by descriptor."""
     found = {}
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it is closed by now
+        with contextlib.suppress(OSError):  # it has been closed
             found[int(descriptor)] = os.readlink(f"/proc/self/fd/{descriptor}")
     return found
 
 
 def sockets() -> list[int]:
-    """The descriptors of the sockets of a network."""
+    """The descriptors of the network sockets."""
     found = []
     for descriptor, name in files().items():
         if name.startswith("socket:"):
@@ -65,7 +65,7 @@ def bytes_to_port(port: int) -> int:
     """The bytes, both ways, of this process's connections to a port."""
     total = 0
     for descriptor in sockets():
-        # One that listens has no peer.
+        # A listening socket has no peer.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
             if copy.getpeername()[1] == port:
                 info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What all benchmarks write: records as JSON, with their provenance, tables, and pictures.
+"""The output of all benchmarks: JSON records with their provenance, tables, and plots.
 
 rich and matplotlib are imported where they are used: a machine with a GPU may have neither.
 """
@@ -29,7 +29,7 @@ Record = dict[str, Any]
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # headings and rows
 
 PROVENANCE = ("date", "device", "commit", "torch")  # the first fields of a record
-WIDTH = 100  # of the lines of a record
+WIDTH = 100  # of a record, in columns
 
 
 def processor() -> str:
@@ -40,7 +40,7 @@ def processor() -> str:
 
 
 def commit(checkout: Path | None = None) -> str:
-    """The commit, which POWERSGD_COMMIT names where there is no git. It is empty if none does."""
+    """The commit, from POWERSGD_COMMIT or else from git. Empty if neither knows it."""
     if not checkout and (named := os.environ.get("POWERSGD_COMMIT")):
         return named
     command = ["git", "rev-parse", "--short", "HEAD"]
@@ -63,13 +63,13 @@ def provenance(device: str) -> dict[str, str]:
 def part_of(
     doc: str | None, parts: Mapping[str, ModuleType], written: str, words: Sequence[str] | None
 ) -> tuple[ModuleType, argparse.Namespace]:
-    """The part of a program that the command line names, and its arguments.
+    """The part of a program that the command line selects, and its arguments.
 
     Args:
         doc: the program's docstring.
         parts: modules with add_arguments(parser), measure(arguments) and tables_of(record).
-        written: when the file of --json is written.
-        words: the command line, if it is not that of the process.
+        written: when the --json file is written.
+        words: the command line; None: the process's.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
@@ -84,21 +84,26 @@ def part_of(
 
 
 def add_files(parser: argparse.ArgumentParser, written: str = "at the end") -> None:
-    """Adds --json and --show, which `recorded` obeys.
+    """Adds --json and --show, which `recorded` handles.
 
     Args:
-        parser: the program's or its part's.
-        written: when the file of --json is written.
+        parser: the program's, or its part's.
+        written: when the --json file is written.
     """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", type=Path, help=f"file for the results, written {written}")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="results to show, not to measure")
+    parser.add_argument(
+        "--show",
+        type=Path,
+        metavar="JSON",
+        help="show the results in this file instead of measuring",
+    )
 
 
 def recorded(
     arguments: argparse.Namespace, measure: Callable[[argparse.Namespace], Record]
 ) -> Record:
-    """The record of --show, or a new one, which is also written."""
+    """The record of --show, or a new one, which is written to the --json file."""
     if arguments.show:
         shown: Record = json.loads(arguments.show.read_text())
         return shown
@@ -108,10 +113,10 @@ def recorded(
 
 
 def write(record: Record, file: Path | None, digits: int = 6) -> None:
-    """Writes a record, as JSON, if there is a file for it.
+    """Writes a record as JSON, if a file is given.
 
-    Benchmarks call it whenever they have measured something, so that a time limit loses nothing.
-    The file is replaced as a whole, and is JSON at any time.
+    Benchmarks call it after every measurement, so that an interruption loses nothing. The file is
+    replaced atomically, so it is valid JSON at any time.
 
     Args:
         record: the record.
@@ -130,7 +135,7 @@ def write(record: Record, file: Path | None, digits: int = 6) -> None:
 
 
 def _text(value: Any, room: int, key: str = "") -> str:
-    """JSON in lines of at most `room` columns. What fits on one line, with its key, is on one."""
+    """JSON with lines of at most `room` columns. A value that fits on one line is on one."""
     line = key + json.dumps(value)
     if len(line) < room or not isinstance(value, dict | list):
         return line
@@ -144,7 +149,7 @@ def _text(value: Any, room: int, key: str = "") -> str:
 
 
 def _joined(parts: Sequence[str], room: int, apart: str) -> str:
-    """The parts with commas between them. Those that end with these brackets share no line."""
+    """The parts with commas between them. One that ends in any of `apart` gets its own line."""
     text = parts[0]
     for previous, part in zip(parts, parts[1:], strict=False):
         alone = any(each[-1] in apart or "\n" in each for each in (previous, part))
@@ -154,12 +159,12 @@ def _joined(parts: Sequence[str], room: int, apart: str) -> str:
 
 
 def show(record: Record, tables: Mapping[str, Table], *about: str) -> Console:
-    """Prints the provenance of a record and tables by their titles. Returns rich's console."""
+    """Prints the provenance of a record and its tables, by title. Returns rich's console."""
     from rich import console, table
 
     printer = console.Console()
     if not printer.is_terminal:
-        printer.width = 180  # rich takes 80
+        printer.width = 180  # rich's default is 80
     origin = (f"{name} {record[name]}" for name in PROVENANCE)
     printer.print(*origin, *about, sep=", ", highlight=False)
     for title, (headings, rows) in tables.items():
@@ -173,14 +178,14 @@ def show(record: Record, tables: Mapping[str, Table], *about: str) -> Console:
 
 
 def markdown(table: Table) -> str:
-    """A table of docs/."""
+    """The table in Markdown, as in docs/."""
     headings, rows = table
     lines = [headings, ["---"] * len(headings), *rows]
     return "".join(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |\n") for line in lines)
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """The first and the third quartile, which are the value itself if it is the only one."""
+    """The first and the third quartile. Of a single value, both are the value."""
     if len(values) < 2:
         return [*values, *values]
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
@@ -188,7 +193,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 
 def in_turn(todo: Sequence[T], title: Callable[[T], str]) -> Iterator[T]:
-    """Yields what is to be done, below a bar that shows the title of each."""
+    """Yields each item, and shows a progress bar with its title."""
     from rich import progress
 
     columns = (
@@ -206,7 +211,7 @@ def in_turn(todo: Sequence[T], title: Callable[[T], str]) -> Iterator[T]:
 
 
 def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> Any:
-    """matplotlib's figure, and an array of the axes of its panels. No display is needed."""
+    """A matplotlib figure and the array of its axes. No display is needed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -217,7 +222,7 @@ def panels(rows: int, columns: int, width: float, height: float, **options: Any)
 
 
 def log_scale(axis: Any) -> None:
-    """Makes an axis logarithmic, with numbers that can be read."""
+    """Makes an axis logarithmic, with readable tick labels."""
     from matplotlib import ticker
 
     axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))

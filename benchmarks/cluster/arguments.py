@@ -40,7 +40,9 @@ PICTURED = "plain hook-1-bucket:16 int8-wire:16"  # the last one is colored
 def _at_least(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"an integer of at least {least}, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"expected an integer of at least {least}, got {text!r}"
+            )
         return int(text)
 
     return parse
@@ -56,7 +58,7 @@ def _rate(text: str) -> str:
 
 def _delay(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text):
-        raise argparse.ArgumentTypeError(f"milliseconds of at least 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected milliseconds of at least 0, got {text!r}")
     return float(text)
 
 
@@ -67,40 +69,46 @@ def _parser(doc: str) -> argparse.ArgumentParser:
     def add(name: str, help: str, **settings: Any) -> None:
         if (key := name.strip("-").replace("-", "_")) in DEFAULTS["cpu"]:
             defaults = [f"{device}: {of[key]}" for device, of in DEFAULTS.items()]
-            help += " ({})".format("; ".join(re.sub(r"[\[\]',]", "", text) for text in defaults))
+            help += " ({})".format(
+                "; ".join(re.sub(r"[\[\]']|,(?= )", "", text) for text in defaults)
+            )
         parser.add_argument(name, help=help, **settings)
 
     of_methods: dict[str, Any] = {"nargs": "+", "metavar": "METHOD[:RANK,...]"}
     of_methods["type"] = contenders.parse
     count, steps = _at_least(1), _at_least(2)
-    add("--device", "device of the ranks (cpu)", default="cpu", choices=DEFAULTS)
+    add("--device", "device (cpu)", default="cpu", choices=DEFAULTS)
     add("--models", "models", nargs="+", choices=models.TASKS)
-    add("--methods", "methods and their ranks of approximation", **of_methods)
-    rank = "ranks of the approximation for methods that name none (16)"
-    before = "also this project's methods with the package of this checkout, which is built"
+    add("--methods", "methods and their matrix ranks", **of_methods)
+    rank = "matrix ranks of methods that name none (16)"
+    before = "also run this project's methods from another checkout, which must be built"
     add("--before", before, type=Path, metavar="PATH")
     add("--rank", rank, nargs="+", type=count, default=[16])
-    add("--ranks", "numbers of hosts, a rank on each", nargs="+", type=steps, metavar="N")
+    add("--ranks", "numbers of hosts, each with one process", nargs="+", type=steps, metavar="N")
     add("--rates", "rates of the links", nargs="+", type=_rate, metavar="RATE")
-    delays = "one-way delays from host to host in milliseconds (0)"
+    delays = "one-way delays from host to host, in milliseconds (0)"
     add("--delays", delays, nargs="+", type=_delay, default=[0.0], metavar="MS")
-    congestion = "congestion control of the hosts' TCP, as Linux names it (the machine's)"
+    congestion = "TCP congestion control of the hosts, by its name in Linux (the machine's)"
     add("--congestion-control", congestion, metavar="NAME", default="")
-    idle = "whether TCP's window is small again after a pause, tcp_slow_start_after_idle (1)"
+    idle = "tcp_slow_start_after_idle: 1 shrinks TCP's window after a pause, 0 keeps it (1)"
     add("--slow-start-after-idle", idle, nargs="+", type=int, choices=(0, 1), default=[1])
     add("--rounds", "number of rounds of turns", type=count)
-    measured = "number of steps measured per turn, after one that is not (4)"
+    measured = "measured steps per turn, after an unmeasured one (4)"
     add("--steps", measured, type=steps, default=4)
-    add("--learning-steps", "steps of the runs that give the loss, or 0", type=_at_least(0))
-    add("--learning-methods", "methods that have such runs (all)", **of_methods)
-    seeds = "number of such runs of a method, with seeds 0 to N - 1 (1)"
+    add(
+        "--learning-steps",
+        "steps of the runs that measure the loss; 0: no such runs",
+        type=_at_least(0),
+    )
+    add("--learning-methods", "methods whose loss is measured (all)", **of_methods)
+    seeds = "loss runs per method, with seeds 0 to N - 1 (1)"
     add("--seeds", seeds, metavar="N", type=count, default=1)
-    add("--loss", "loss to time, instead of plain's at each quarter of its steps", type=float)
-    add("--quick", "two rounds, 2 ranks, 1gbit, no loss", action="store_true")
-    add("--logs", "folder for the logs of ranks that fail, and of the GPU's MPS daemon", type=Path)
-    add("--picture", "file for a picture of the step's time by link, see --pictured", type=Path)
+    add("--loss", "target loss, instead of plain's after each quarter of its steps", type=float)
+    add("--quick", "two rounds, two processes, 1gbit, no loss", action="store_true")
+    add("--logs", "folder for the logs of failed processes and of the MPS daemon", type=Path)
+    add("--picture", "file for a plot of the step time by link; see --pictured", type=Path)
     pictured = [contenders.parse(word) for word in PICTURED.split()]
-    drawn = f"methods of that picture, ours last ({PICTURED})"
+    drawn = f"methods in that plot, this project's last ({PICTURED})"
     add("--pictured", drawn, default=pictured, **of_methods)
     return parser
 

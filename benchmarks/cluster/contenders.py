@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The methods that a benchmark compares, each at the ranks of the approximation that are asked for.
+"""The methods that a benchmark compares, each at the requested matrix ranks.
 
 On the command line: `plain hook-1-bucket:4 int8-wire:8,16 int8-wire+min_compression_rate=3:4`.
 """
@@ -16,9 +16,9 @@ from cluster.trainees import Method
 
 
 class Contender(NamedTuple):
-    """A method at a rank of the approximation. The rank is None if nothing is approximated.
+    """A method at a matrix rank, which is None if nothing is approximated.
 
-    `before` is true of this project's methods with the package of an earlier checkout.
+    `before` is true for this project's methods with the package of another checkout.
     """
 
     method: str
@@ -43,12 +43,12 @@ class Contender(NamedTuple):
 
     @property
     def learns(self) -> bool:
-        """True if the method averages, so that its loss is of interest."""
+        """True if the method averages, so that its loss is meaningful."""
         return self.method not in REFERENCES
 
 
 class Wanted(NamedTuple):
-    """An argument of --methods. Without ranks it takes those of all methods."""
+    """An argument of --methods. Without matrix ranks it uses those of --rank."""
 
     method: str
     ranks: Sequence[int]
@@ -64,15 +64,15 @@ def parse(text: str) -> Wanted:
     if not colon:
         return Wanted(method, ())
     if not found.approximates:
-        raise argparse.ArgumentTypeError(f"{method} has no rank, got {text!r}")
+        raise argparse.ArgumentTypeError(f"{method} has no matrix rank, got {text!r}")
     words = ranks.split(",")
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise argparse.ArgumentTypeError(f"ranks are integers of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"matrix ranks are integers of at least 1, got {text!r}")
     return Wanted(method, tuple(map(int, words)))
 
 
 def expand(wanted: Iterable[Wanted], ranks: Sequence[int]) -> list[Contender]:
-    """Each method at its own ranks, or at `ranks` if it names none. No contender comes twice."""
+    """Each method at its own matrix ranks, or at `ranks` if it names none, without duplicates."""
     result: dict[Contender, None] = {}
     for method, own in wanted:
         of_method = (own or ranks) if find(method).approximates else [None]
@@ -81,7 +81,7 @@ def expand(wanted: Iterable[Wanted], ranks: Sequence[int]) -> list[Contender]:
 
 
 def with_before(contenders: Iterable[Contender]) -> list[Contender]:
-    """The contenders, and before each of this project's its twin of an earlier checkout."""
+    """The contenders, each of this project's preceded by its twin from another checkout."""
     return [
         twin
         for each in contenders

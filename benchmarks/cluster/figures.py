@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The figures that the runs of one setting give."""
+"""Computes the figures of a setting from its runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from report import quartiles
 
 from cluster.player import Run
 
-# Methods that average nothing. A figure says how much longer a step is than theirs.
+# Methods that average nothing. Figures give how much longer a step takes than theirs.
 REFERENCES = {"none": "above_none", "ddp-alone": "above_ddp_alone"}
 LEAST_WINDOW = 10
-MARKS = (0.25, 0.5, 0.75, 1)  # the shares of plain's steps whose losses all methods are timed to
+MARKS = (0.25, 0.5, 0.75, 1)  # shares of plain's steps, after which its losses are the targets
 Figures = dict[str, Any]
 
 
 def link(setting: Mapping[str, Any]) -> str:
-    """Returns the rate of a setting's links, and what else is not as usual."""
+    """Returns the rate of a setting's links, and other properties that are not the default."""
     delay = f", {setting['delay_ms']:g} ms" if setting["delay_ms"] else ""
     idle = "" if setting.get("slow_start_after_idle", 1) else ", no slow start after idle"
     return f"{setting['rate']}{delay}{idle}"
@@ -33,7 +33,7 @@ def title(setting: Mapping[str, Any]) -> str:
 
 
 def window(steps: int) -> int:
-    """The number of steps whose mean is a loss, since a single batch says little."""
+    """The number of steps that a loss is averaged over, because a single batch says little."""
     return max(LEAST_WINDOW, steps // 10)
 
 
@@ -44,7 +44,7 @@ def smoothed(losses: Sequence[float], size: int) -> list[float]:
 
 
 def steps_to(loss: float, losses: Sequence[float], size: int) -> int | None:
-    """The first step at which the smoothed loss is that low. None means that it never is."""
+    """The first step at which the smoothed loss is that low, or None."""
     for i, value in enumerate(smoothed(losses, size)):
         if i + 1 >= size and value <= loss:
             return i + 1
@@ -53,12 +53,12 @@ def steps_to(loss: float, losses: Sequence[float], size: int) -> int | None:
 
 @dataclass(frozen=True)
 class Marks:
-    """The losses that all methods are timed to. Plain's own, each seed's against its own.
+    """The target losses that all methods are timed to: plain's with the same seed, or a given one.
 
     Args:
         steps: the number of steps of plain's runs.
-        shares: the shares of plain's steps after which it has the losses; empty for a given loss.
-        losses: for each of them, the loss of each seed.
+        shares: the shares of plain's steps after which it has these losses; empty for a given loss.
+        losses: for each target, the loss of each seed.
     """
 
     steps: int
@@ -66,7 +66,7 @@ class Marks:
     losses: Sequence[Sequence[float]]
 
     def record(self) -> dict[str, Any]:
-        """The part of a record that says what the methods are timed to."""
+        """The part of a record that states the targets."""
         last = statistics.median(self.losses[-1]) if self.losses else None
         return {
             "learning_steps": self.steps,
@@ -77,11 +77,11 @@ class Marks:
 
 
 def marks(learned: Mapping[str, Sequence[Run]], loss: float | None) -> Marks:
-    """Returns the losses of plain at MARKS of its steps, or a given one.
+    """Returns plain's losses after the shares MARKS of its steps, or the given loss.
 
     Args:
-        learned: the runs of each method, one a seed.
-        loss: the loss to time to instead of plain's.
+        learned: the runs of each method, one per seed.
+        loss: the target instead of plain's losses.
     """
     plain = learned.get("plain", [])
     lengths = [len(run.losses) for runs in learned.values() for run in runs]
@@ -97,7 +97,7 @@ def marks(learned: Mapping[str, Sequence[Run]], loss: float | None) -> Marks:
 
 
 def catches_up(run: Run, plain: Run, steps: int) -> bool:
-    """Returns whether the run comes to the loss that plain of its seed has after so many steps."""
+    """Whether the run reaches the loss that plain with the same seed has after so many steps."""
     size = window(steps)
     return steps_to(smoothed(plain.losses[:steps], size)[-1], run.losses, size) is not None
 
@@ -108,9 +108,9 @@ def compare(
     """The figures of each method.
 
     Args:
-        rounds: the runs of each round, by method; one without milliseconds has failed.
-        learned: longer runs, one a seed, for the loss.
-        marks: the losses to which the time is given.
+        rounds: the runs of each round, by method; a run without milliseconds has failed.
+        learned: longer runs for the loss, one per seed.
+        marks: the target losses.
     """
     methods = dict.fromkeys(method for turns in rounds for method in turns)
     result = {method: _times(method, rounds) for method in methods}
@@ -144,7 +144,7 @@ def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
     if done[0].peak_memory_bytes:
         figures["peak_memory_bytes"] = max(run.peak_memory_bytes or 0 for run in done)
     for reference, name in REFERENCES.items():
-        # Rounds are compared pairwise, since a slow phase of the machine slows both down.
+        # Compare within a round, since a slow phase of the machine affects both.
         above = [
             statistics.median(turns[method].milliseconds) - statistics.median(base.milliseconds)
             for turns in rounds
@@ -158,10 +158,10 @@ def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
 
 
 def _learning(runs: Sequence[Run], marks: Marks) -> Figures:
-    """Returns the loss after all steps, a median over the seeds, and the steps to each mark."""
+    """Returns the final loss, a median over the seeds, and the steps to each target."""
     size = window(marks.steps)
     ends = [smoothed(run.losses[: marks.steps], size)[-1] for run in runs if run.losses]
-    # A loss is that of a seed, or of all seeds.
+    # A target has a loss for each seed, or one for all seeds.
     steps = [
         [steps_to(loss, run.losses, size) for loss, run in zip(losses, runs, strict=False)]
         for losses in marks.losses
@@ -173,10 +173,10 @@ def _learning(runs: Sequence[Run], marks: Marks) -> Figures:
 
 
 def _add_seconds(figures: Figures, plain: Figures) -> None:
-    """Adds to each mark the seconds, and how many times sooner than plain: medians over seeds."""
+    """Adds the seconds to each target, and the speedup over plain: medians over the seeds."""
     if figures.get("step_ms") is None:
         return
-    # A run that never reaches the loss counts as longer than any.
+    # A run that never reaches the loss counts as slower than any other.
     for mark in figures.get("marks", []):
         steps = statistics.median(math.inf if n is None else n for n in mark["steps_to_loss"])
         mark["seconds_to_loss"] = steps * figures["step_ms"] / 1e3 if steps < math.inf else None

@@ -22,7 +22,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 import torch_powersgd as tp
 from cluster.trainees import EXACT_STEPS, PLAIN, POWERSGD, Method, Parallel, Trainee, refusal
 
-# Arguments of LocalSGD, and those of the outer SGD, with which it is a DiLoCo.
+# Arguments of LocalSGD, and of the outer SGD that makes it DiLoCo.
 _SCHEDULE = {
     "sync_every": 10,
     "fragments": 1,
@@ -33,7 +33,7 @@ _OUTER = ("lr", "momentum")
 
 
 class Local(Trainee):
-    """A model whose steps are counted, once its optimizer is known."""
+    """A model trained with local steps, from when its optimizer is known."""
 
     def __init__(
         self, model: nn.Module, begin: Callable[[nn.Module, torch.optim.Optimizer], Any]
@@ -55,7 +55,7 @@ def _outer(parameters: Iterable[nn.Parameter], lr: float, momentum: float) -> to
 
 
 def local(title: str, **settings: Any) -> Method:
-    """This project's local steps. ``settings``: its arguments, the outer SGD's, and options."""
+    """This project's local steps. ``settings``: its arguments, the outer SGD's, and Options."""
     schedule = {name: settings.get(name, value) for name, value in _SCHEDULE.items()}
     outer = {name: settings[name] for name in _OUTER if name in settings}
     fields = {n: v for n, v in settings.items() if n not in _SCHEDULE and n not in _OUTER}
@@ -80,7 +80,7 @@ def local(title: str, **settings: Any) -> Method:
 
 
 class _PostLocal(Parallel):
-    """torch's recipe: averaged gradients at first, then averages of the parameters."""
+    """torch's post-local SGD: averages gradients at first, and parameters later."""
 
     def __init__(self, model: nn.Module, every: int) -> None:
         super().__init__(model)
@@ -98,7 +98,7 @@ class _PostLocal(Parallel):
 
 
 class _Torchft(Trainee):
-    """torchft's DiLoCo, which has no warm-up. With options, this project compresses its changes."""
+    """torchft's DiLoCo, without warm-up. With options, this project compresses what it averages."""
 
     def __init__(
         self, model: nn.Module, every: int, lr: float, momentum: float, options: Mapping[str, Any]
@@ -154,7 +154,7 @@ class _Torchft(Trainee):
 
 
 def _own_address() -> str:
-    """The address that the others reach this host by."""
+    """The address at which other hosts reach this one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.77.0.254", 9))  # sends nothing
@@ -191,16 +191,16 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
-    """One of TAKE_SETTINGS with others than its own, of which its title tells.
+    """One of TAKE_SETTINGS with changed settings, which its title states.
 
     Raises:
-        ValueError: If there is no such setting.
+        ValueError: If a setting is unknown.
     """
     theirs = name == "torchft"
     schedule = () if theirs else tuple(_SCHEDULE)
     allowed = (*schedule, *_OUTER, *tp.Options.__dataclass_fields__)
     if unknown := [setting for setting in settings if setting not in allowed]:
-        raise ValueError(f"a setting of {name}, got {unknown[0]!r}")
+        raise ValueError(f"{unknown[0]!r} is not a setting of {name}")
     told = [f"{setting.replace('_', ' ')} {value}" for setting, value in settings.items()]
     make = _torchft if theirs else local
     return make(", ".join([_TITLES[name], *told]), **{**_SETTINGS[name], **settings})

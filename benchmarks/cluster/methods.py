@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ways to average gradients that are compared. A new one is an entry of METHODS.
+"""The methods of averaging gradients to compare. To add one, add an entry to METHODS.
 
 find() also knows this project's methods with other options, "int8-wire+min_compression_rate=3", or
 DDP's bucket_cap_mb, and its local steps with other arguments, "local-sgd+sync_every=30".
@@ -56,7 +56,7 @@ class Author(Trainee):
             parameter.grad = residual
 
     def clear(self) -> None:
-        """Leaves the residual in .grad, to which backward adds the next gradient."""
+        """Keeps the residual in .grad, where backward adds the next gradient to it."""
 
 
 def _parallel(model: nn.Module, rank: int, seed: int) -> Trainee:
@@ -70,7 +70,7 @@ def _average_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 def _in_bfloat16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook. DDP knows it by its name, and refuses it on a CPU, where Gloo can sum bf16."""
+    """torch's hook under another name. DDP refuses it on CPUs by name, though Gloo can sum bf16."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
@@ -109,7 +109,7 @@ def _options(rank: int, seed: int, **fields: Any) -> tp.Options:
 
 
 def _attached(title: str, bucket_cap_mb: int | None = None, **fields: Any) -> Method:
-    """This project, attached with these options. It is lacking if they are not allowed."""
+    """This project, attached with these options. It is unavailable if they are not allowed."""
 
     def make(model: nn.Module, rank: int, seed: int) -> Trainee:
         trainee = Parallel(model, bucket_cap_mb=bucket_cap_mb)
@@ -141,7 +141,7 @@ def _author_lacks() -> str:
 
 
 def _demo(model: nn.Module, top: int, seed: int) -> Trainee:
-    """DeMo, an optimizer, which averages by itself. It takes the place of the task's optimizer.
+    """DeMo, an optimizer that does its own averaging. It replaces the task's optimizer.
 
     The trainer sets its learning rate.
     """
@@ -156,8 +156,8 @@ def _demo_lacks() -> str:
     if importlib.util.find_spec("DeMo") and importlib.util.find_spec("DeMo.demo"):
         return ""
     return (
-        "no module DeMo.demo, of which there is no package: clone "
-        "https://github.com/bloc97/DeMo and put the folder with the clone on PYTHONPATH"
+        "no module DeMo.demo, which is not on PyPI: clone "
+        "https://github.com/bloc97/DeMo and put the folder that holds the clone on PYTHONPATH"
     )
 
 
@@ -165,7 +165,7 @@ METHODS = {
     "none": Method(
         "no synchronization", PLAIN, lambda model, rank, seed: Trainee(model), approximates=False
     ),
-    # DDP keeps the memory of the gradients from step to step. A model alone allocates it each time.
+    # DDP keeps the gradients' memory from step to step. A bare model allocates it each time.
     "ddp-alone": Method(
         "DDP, averaging nothing", PLAIN, _hooked(_average_nothing), approximates=False
     ),
@@ -183,8 +183,8 @@ METHODS = {
         approximates=False,
     ),
     "hook": Method("torch's PowerSGD hook", PLAIN, _power_sgd_hooked()),
-    # On Gloo the hook issues the collectives of several buckets in an order that ranks need not
-    # share: most runs hang or abort. With one bucket there is one order.
+    # On Gloo, the order in which the hook issues the collectives of several buckets can differ
+    # between ranks: most runs hang or abort. With one bucket there is only one order.
     "hook-1-bucket": Method(
         "torch's PowerSGD hook, one bucket",
         PLAIN,
@@ -207,7 +207,7 @@ METHODS = {
 
 
 def find(name: str) -> Method:
-    """The method of this name, which is one of METHODS or METHOD+OPTION=VALUE+OPTION=VALUE.
+    """The method of this name: one of METHODS, or METHOD+OPTION=VALUE+OPTION=VALUE.
 
     Raises:
         ValueError: If there is no such method, or it has no options, or an option has no value.
@@ -225,7 +225,7 @@ def find(name: str) -> Method:
         raise ValueError(f"{base} has no options, got {name!r}")
     allowed = (*tp.Options.__dataclass_fields__, _CAP)
     if unknown := [option for option in fields if option not in allowed]:
-        raise ValueError(f"a field of Options or {_CAP}, got {unknown[0]!r}")
+        raise ValueError(f"expected a field of Options or {_CAP}, got {unknown[0]!r}")
     titles = [
         f"buckets of {value} MB" if option == _CAP else f"{option.replace('_', ' ')} {value}"
         for option, value in fields.items()
@@ -234,10 +234,10 @@ def find(name: str) -> Method:
 
 
 def _option(setting: str) -> tuple[str, Any]:
-    """Reads OPTION=VALUE. A value that is not JSON is a text, as that of a dtype."""
+    """Parses OPTION=VALUE. A value that is not JSON is a string, such as a dtype."""
     option, equals, value = setting.partition("=")
     if not equals:
-        raise ValueError(f"OPTION=VALUE, got {setting!r}")
+        raise ValueError(f"expected OPTION=VALUE, got {setting!r}")
     try:
         return option, json.loads(value)
     except json.JSONDecodeError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The training tasks of the ranks: GPTs on the demo's text, and ResNet-50 on random images."""
+"""The training tasks: GPTs on the demo's text, and ResNet-50 on random images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from char_gpt import CharGPT, Shape, read_text, sample
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]
-_SEED_SHIFT = 20  # a seed's batches are numbered below 2**20
+_SEED_SHIFT = 20  # a seed has fewer than 2**20 batches
 
 
 class Task(Protocol):
@@ -21,7 +21,7 @@ class Task(Protocol):
         """A module whose forward(*batch) is the loss."""
 
     def data(self, rank: int, world: int, seed: int) -> Callable[[int], Batch]:
-        """The batch of each step, the same for every method. Each rank has data of its own."""
+        """The batch of each step. It depends on the rank and the seed, not on the method."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Text:
         return CharGPT(self.shape)
 
     def data(self, rank: int, world: int, seed: int) -> Callable[[int], Batch]:
-        """Each rank has a part of the text."""
+        """Each rank trains on its own part of the text."""
         shard = read_text(self.characters).chunk(world)[rank]
 
         def at(step: int) -> Batch:
@@ -48,7 +48,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Images:
-    """Of noise: for the time of a step, and not for a loss."""
+    """Random images: they measure the time of a step, not a loss."""
 
     batch: int
 
@@ -74,13 +74,13 @@ class _Classifier(nn.Module):
 
 
 def lacks(model: str) -> str:
-    """The module that this model needs and this Python has not, or nothing."""
+    """The Python module that this model needs and that is missing, or an empty string."""
     needs = "torchvision" if isinstance(TASKS[model], Images) else "torch"
     return "" if importlib.util.find_spec(needs) else f"the module {needs} (for {model})"
 
 
 def loss_of(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """A model that computes in 16 bits on a GPU, as such models train."""
+    """The loss of a batch. On a GPU the model computes in 16 bits, as is usual."""
     device_type = batch[0].device.type
     with torch.autocast(device_type, torch.bfloat16, enabled=device_type == "cuda"):
         loss: Tensor = module(*batch)

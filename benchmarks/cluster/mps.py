@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A private Multi-Process Service of NVIDIA: processes that share a GPU run at the same time."""
+"""A private daemon of NVIDIA's Multi-Process Service, for processes that share a GPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _PATIENCE_SECONDS = 10
 
 @contextmanager
 def service(logs: Path | None = None) -> Iterator[dict[str, str]]:
-    """Runs the daemon. Yields the variables that its clients need in their environment.
+    """Runs the daemon. Yields the environment variables that its clients need.
 
-    In the end its logs, which alone say why a client was refused, are copied to the folder `logs`.
+    At the end, its logs are copied to the folder `logs`. Only they say why a client was refused.
     """
     folder = Path(tempfile.gettempdir(), f"{hosts.owner()}-mps")
     try:
@@ -66,12 +66,12 @@ def _stop(folder: Path) -> None:
             start_new_session=True,
         )
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while left := daemons(folder):  # which do not heed the command
+    while left := daemons(folder):  # those that ignore the command
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
-            raise hosts.ClusterError(f"processes {left} do not end")
+            raise hosts.ClusterError(f"processes {left} did not end")
         time.sleep(0.05)
     shutil.rmtree(folder)
 

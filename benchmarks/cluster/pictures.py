@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The picture of a record of bench_cluster.py: a step's milliseconds by link and method."""
+"""Plots a record of bench_cluster.py: the milliseconds of a step by link and method."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import report
 from cluster.tables import link
 
 OURS, OTHERS = "#d55e00", "#a6a6a6"
-_SHORT = {  # a bar's label is short; the text beside the picture says the rest
+_SHORT = {  # short labels for the bars; the text next to the plot explains them
     "plain": "plain all-reduce",
     "hook": "torch's PowerSGD hook",
     "hook-1-bucket": "torch's PowerSGD hook",
@@ -32,10 +32,10 @@ def _label(name: str) -> str:
 
 
 def draw_links(record: report.Record, names: Sequence[str], path: Path) -> None:
-    """A panel for each link, and in it a bar for each of these methods: a step's milliseconds.
+    """Draws a panel for each link, with a bar for each of these methods: the time of a step.
 
-    The panels have scales of their own. A line is at the step without synchronization. The picture
-    is of the first model on the least number of ranks.
+    Each panel has its own scale, and a line at the time of a step without synchronization. The
+    figure shows the first model on the smallest number of ranks.
     """
     names = [name for name in names if name in record["titles"]]
     first = min(record["settings"], key=lambda setting: setting["ranks"])

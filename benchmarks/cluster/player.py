@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ranks of a method, which take turns with those of others, and what they measure."""
+"""The processes of one method, which take turns with other methods', and their measurements."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Records = list[list[dict[str, Any]]]  # by step and rank
 class Run:
     """The measurements of a turn. Lists are by step and hold means over the ranks."""
 
-    failures: list[str] = field(default_factory=list)  # the cause of each failed attempt
+    failures: list[str] = field(default_factory=list)  # why each failed attempt failed
     milliseconds: list[float] = field(default_factory=list)  # without the turn's first step
-    losses: list[float] = field(default_factory=list)  # since the ranks were started
+    losses: list[float] = field(default_factory=list)  # since the processes started
     tx_bytes_per_step: float = 0
     gradient_bytes: int = 0
-    peak_memory_bytes: int | None = None  # the largest of any rank
+    peak_memory_bytes: int | None = None  # the maximum over the ranks
     device: str | None = None
 
     @property
@@ -44,23 +44,23 @@ class Run:
 
 
 class Failed(Exception):
-    """An error whose text says why ranks did not get through a turn."""
+    """Raised when a turn fails. The message says why."""
 
 
 class Player:
-    """The ranks of one method; use it in a with statement.
+    """A context manager for the processes of one method.
 
     They start with their first turn and sleep between turns. After a failure, which torch's own
-    hook has now and then, they start again.
+    hook has now and then, they are started again.
 
     Args:
-        where: the number of local ranks, or a host for each.
-        job: what the ranks train.
-        step_limit: seconds without a step on any rank after which a turn has failed.
-        warmup: steps after a start that are not measured.
-        variables: added to the ranks' environment.
-        logs: the folder that keeps what ranks have printed before a failure; None: none does.
-        packages: a folder in which the ranks look for modules first.
+        where: the number of local processes, or a host for each.
+        job: what the processes train.
+        step_limit: seconds without a step on any rank after which a turn fails.
+        warmup: unmeasured steps after a start.
+        variables: additions to the processes' environment.
+        logs: the folder for the output of failed processes; None: it is dropped.
+        packages: a folder to put first on the processes' module search path.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class Player:
         return methods.find(self._job.method).every(self._job.approximation)
 
     def turn(self, steps: int) -> Run:
-        """Trains for one step, and then the measured ones. A failed turn is repeated.
+        """Trains for one unmeasured step and then the measured ones. Repeats a failed turn.
 
-        Of local steps, each time is the mean of those from one average to the next.
+        With local steps, each time is the mean from one average to the next.
         """
         result = Run()
         while self._attempts_left:
@@ -119,7 +119,7 @@ class Player:
         return result
 
     def _end_after(self, failure: Failed) -> None:
-        """Kills the ranks, so that the next turn starts others."""
+        """Kills the processes, so that the next turn starts new ones."""
         assert self._ranks
         name = f"{self._job.model}-{self._job.method}-{self._ranks.folder.name}"
         self._ranks.keep_logs(self._logs, name)
@@ -129,7 +129,7 @@ class Player:
     def _train(
         self, ranks: Ranks, steps: int, limit: float
     ) -> tuple[Records, list[dict[str, Any]]]:
-        """Returns the records of the steps, and what each rank has counted in all of them."""
+        """Returns the records of the steps, and the totals that each rank has counted."""
         try:
             for pipe in ranks.pipes:
                 pipe.send(steps)
@@ -141,11 +141,11 @@ class Player:
         return by_step, [each[-1] for each in told]
 
     def _listen(self, ranks: Ranks, expected: int, limit: float) -> Records:
-        """Waits until every rank has told so many things. The first may take `limit` seconds.
+        """Waits for so many messages from every rank. The first may take `limit` seconds.
 
         Raises:
-            Failed: if no rank gets any further for too long.
-            EOFError, ConnectionError: if a rank has ended.
+            Failed: if no rank makes progress for too long.
+            EOFError, ConnectionError: if a process has ended.
         """
         told: Records = [[] for _ in ranks.pipes]
         deadline = time.monotonic() + limit
@@ -155,7 +155,7 @@ class Player:
             ]
             ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise Failed(f"no rank got any further after steps {list(map(len, told))}")
+                raise Failed(f"no rank made progress after steps {list(map(len, told))}")
             for number, pipe in enumerate(ranks.pipes):
                 if pipe in ready:
                     told[number].append(pipe.recv())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank of a method, which trains for a number of steps whenever it is asked to."""
+"""One process of a method. It trains for a number of steps whenever it is told to."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from launcher.ranks import Rank
 
 from cluster import methods, models
 
-GROUP_SECONDS = 120  # that a collective may take
+GROUP_SECONDS = 120  # limit of a collective
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of a method train.
+    """What the processes of a method train.
 
     Attributes:
         method: the name of the method.
-        approximation: its rank of the approximation, or 0.
+        approximation: its matrix rank, or 0.
         model: the name of the model.
         device: "cpu" or "cuda".
         seed: the seed of the weights, the batches and the random start.
@@ -39,9 +39,9 @@ class Job:
 
 
 def train(rank: Rank, job: Job) -> None:
-    """Reads numbers of steps from the pipe, and trains for so many, until the pipe is closed.
+    """Reads numbers of steps from the pipe and trains for so many, until the pipe is closed.
 
-    Writes the milliseconds and the loss of each step, and after each number what was counted.
+    Writes the time and the loss of each step, and the counters after each number.
     """
     method = methods.find(job.method)
     options = method.options(job.approximation, job.seed) if method.options else None
@@ -81,7 +81,7 @@ class _Trainer:
             self._done += 1
         self._meet()
         on_gpu = self._device.type == "cuda"
-        if on_gpu:  # The ranks of all methods share the GPU, and those of one run at a time.
+        if on_gpu:  # All methods share the GPU, and one runs at a time.
             torch.cuda.empty_cache()
         write(
             {

@@ -18,7 +18,7 @@ _UNITS = {"k": "k", "m": "M", "g": "G"}
 
 
 def link(setting: Record) -> str:
-    """The link of a setting. Its rate, which tc writes, is in the usual notation."""
+    """The link of a setting, with tc's rate in the usual notation."""
     return re.sub(r"([kmg])bit", lambda unit: f" {_UNITS[unit[1]]}bit/s", figures_of.link(setting))
 
 
@@ -36,7 +36,7 @@ def links(record: Record, without: Sequence[str] = ()) -> Table:
 
 
 def learning(record: Record) -> Table:
-    """The loss after as many steps, and the seconds to the loss that all are compared at."""
+    """The loss after the same number of steps, and the seconds to the target loss."""
     settings = record["settings"]
     steps, loss = settings[0]["learning_steps"], settings[0]["loss"]
     headings = ["method", f"loss after {steps} steps"]
@@ -54,7 +54,7 @@ def learning(record: Record) -> Table:
 
 
 def on_the_way(record: Record, rate: str = "1gbit") -> Table:
-    """The seconds to plain's losses on the way, and how many times sooner that is."""
+    """The seconds to plain's intermediate losses, and the speedup over plain."""
     setting = next(each for each in record["settings"] if each["rate"] == rate)
     steps = [round(share * setting["learning_steps"]) for share in setting["mark_shares"]]
     headings = ["method", *(f"seconds to plain's loss at step {step}" for step in steps)]
@@ -92,8 +92,8 @@ _COSTS: dict[str, Cell] = {
 def costs(record: Record, setting: Record) -> Table:
     """What each method adds to a step on one link. Columns without any figure are left out.
 
-    Above none, above DDP: beyond the step without synchronization, and that of DDP which averages
-    nothing.
+    "above none" and "above DDP" are relative to a step without synchronization, of the bare model
+    and of DDP.
     """
     rows = {
         method: {heading: cell(figures) for heading, cell in _COSTS.items()}
@@ -150,17 +150,17 @@ def _methods(record: Record) -> list[str]:
 
 
 def _seconds(mark: Figures, never: str) -> str:
-    """The seconds to a loss, with the times that they are fewer than plain's."""
+    """The seconds to a loss, with the speedup over plain."""
     seconds, sooner = mark.get("seconds_to_loss"), mark.get("times_sooner")
     if seconds is None:
         return never
-    if not sooner or sooner == 1:  # plain itself, or a seed that never comes to the loss
+    if not sooner or sooner == 1:  # plain itself, or a seed that never reaches the loss
         return f"{seconds:.1f}"
     return f"{seconds:.1f} ({sooner:.1f} times sooner)"
 
 
 def _sent(settings: Sequence[Record], method: str) -> str:
-    """The least of all links, since a slow link sends some packets again."""
+    """The minimum over all links, since a slow link retransmits some packets."""
     found = [each["methods"].get(method, {}).get("tx_bytes_per_step") for each in settings]
     least = min((sent for sent in found if sent is not None), default=0)
     return "" if least < 1000 else f"{least / 1e6:.2f}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a method makes of a model: something to train."""
+"""What a method trains: the model, wrapped as the method needs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 
-# Steps at the start that every compressing method averages exactly.
+# The first steps, which every compressing method averages exactly.
 EXACT_STEPS = 10
 PLAIN = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 POWERSGD = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
@@ -27,18 +27,18 @@ class Trainee:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.module = model  # the module to call
-        self.optimizer: torch.optim.Optimizer | None = None  # the one that the method brings
+        self.optimizer: torch.optim.Optimizer | None = None  # if the method has its own
         self.compression: tp.Compression | None = None  # this project's, layer by layer
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Within the context the gradients are the averages. After it they are as before."""
+        """Within the context, the gradients are the averages. Afterwards they are as before."""
         return contextlib.nullcontext()
 
     def clear(self) -> None:
         self.model.zero_grad()
 
     def optimized_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Tells the optimizer of the model. Returns the one to call."""
+        """Sets the model's optimizer. Returns the one to call."""
         return optimizer
 
     def end(self) -> None:
@@ -46,7 +46,7 @@ class Trainee:
 
 
 class Parallel(Trainee):
-    """A model in DistributedDataParallel, which spares itself a copy of the gradients."""
+    """A model in DistributedDataParallel, whose buckets hold the gradients themselves."""
 
     def __init__(self, model: nn.Module, **ddp: Any) -> None:
         super().__init__(model)
@@ -54,7 +54,7 @@ class Parallel(Trainee):
         self.hook_state: Any = None  # torch's PowerSGD hook's
 
 
-# Arguments: the model, the matrix rank of the approximation, and the seed of its random start.
+# Arguments: the model, the matrix rank, and the seed of the random start.
 Make = Callable[[nn.Module, int, int], Trainee]
 
 
@@ -66,15 +66,15 @@ class Method:
     options: Callable[[int, int], tp.Options] | None = None  # of the group; matrix rank, seed
     lacks: Callable[[], str] = lambda: ""  # why it cannot run here
     attached: bool = False  # this project's, layer by layer
-    approximates: bool = True  # by factors, which have a rank, or by what `measure` says
+    approximates: bool = True  # by factors of a matrix rank, or by what `measure` names
     measure: str = "rank"
-    # By the rank: the number of steps of which one waits for the others.
+    # By the matrix rank: one of so many steps waits for the other processes.
     every: Callable[[int], int] = lambda rank: 1
     fields: Mapping[str, Any] = field(default_factory=dict)  # options that are not the default
 
 
 def refusal(options: Callable[[int, int], tp.Options]) -> str:
-    """Why a method's options are not allowed, or nothing."""
+    """Why a method's options are not allowed, or an empty string."""
     try:
         options(1, 0)
     except ValueError as error:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loss that each method ends at, by the bytes that it sends.
+"""Measures the final loss of each method and the bytes that it sends.
 
-It trains the language model of the examples, smaller than the demo's, their image classifier, and
-an LSTM, on two local ranks. Each also trains with the other of two optimizers, and with a global
-batch that is four times larger. The methods are a plain all-reduce, torch's hooks and this project.
-Runs of one seed have the same initial weights and batches. All methods have the same learning
-rates, and all PowerSGD methods the same few exact steps at the start. The seed also sets the random
-start of PowerSGD, which alone makes a difference to a short run.
+It trains the examples' language model (smaller than the demo's), their image classifier and an
+LSTM, in two local processes. Each also trains with a second optimizer, and with a global batch four
+times as large. The methods are a plain all-reduce, torch's hooks and this project. Runs with the
+same seed share initial weights and batches. All methods use the same learning rates, and all
+PowerSGD methods begin with the same few exact steps. The seed also sets PowerSGD's random start,
+which by itself changes the loss of a short run.
 
-The runs are those of convergence/matrix.py, the most telling first, or those of --methods, which
-are METHOD, METHOD:RANK,RANK or METHOD+OPTION=VALUE:RANK. A run takes some seconds, all of them take
-hours: --resume goes on where the last measurement ended.
+The runs are those in convergence/matrix.py, the most informative first, or those of --methods:
+METHOD, METHOD:RANK,RANK or METHOD+OPTION=VALUE:RANK. One run takes seconds, all of them take hours.
+--resume continues after the last finished run.
 
-The bytes sent are those that a rank writes to its sockets, from the first compressed step on.
+The bytes sent are those that a process writes to its sockets, from the first compressed step on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from convergence.matrix import Run
 from convergence.tasks import TASKS, Task
 
 NOT_COMPARED = (*REFERENCES, "author")  # the author's code does not use DDP
-RANK = 16  # of the approximation, for methods that name none
+RANK = 16  # of the matrices, for methods that name none
 QUICK_METHODS = "plain bf16 hook-1-bucket:1 attached:1 bf16-wire:16 int8-wire:4"
 
 draw = pictures.draw_losses
@@ -52,18 +52,18 @@ def _compared(text: str) -> Wanted:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     stages = list(matrix.STAGES)
-    parts = f"parts of the matrix of runs, in their order ({' '.join(stages)})"
+    parts = f"stages of the run matrix, in this order ({' '.join(stages)})"
     usual = [stage for stage in stages if stage not in (matrix.LOCAL, matrix.LONG)]
     add("--stages", nargs="+", choices=stages, default=usual, metavar="STAGE", help=parts)
-    methods = "methods instead of the matrix"
+    methods = "methods to run instead of the matrix"
     add("--methods", nargs="+", type=_compared, metavar="METHOD", help=methods)
-    tasks = f"tasks to train, of {' '.join(TASKS)} (all of the matrix; with --methods 3 models)"
+    tasks = f"tasks of {' '.join(TASKS)} (all of the matrix; with --methods, 3 models)"
     add("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=tasks)
     add("--seeds", type=int, default=5, metavar="N", help="number of seeds, 0 to N - 1 (5)")
-    add("--ranks", type=int, default=ranks.WORLD, help="local ranks that train (2)")
+    add("--ranks", type=int, default=ranks.WORLD, help="number of local processes (2)")
     add("--lr", type=float, help="learning rate (the best of three for plain, by task)")
     add("--quick", action="store_true", help="one seed, tiny models and twelve steps")
-    add("--resume", action="store_true", help="keep the runs that the file of --json has")
+    add("--resume", action="store_true", help="keep the runs that are already in the --json file")
     add("--picture", type=Path, help="file for the picture")
 
 
@@ -77,7 +77,7 @@ def tables_of(record: Record) -> dict[str, Table]:
 
 
 def measure(arguments: argparse.Namespace) -> Record:
-    """The record of all runs, those that --resume finds included."""
+    """The record of all runs, including those that --resume keeps."""
     if arguments.quick:
         arguments.seeds = 1
         arguments.methods = arguments.methods or [_compared(w) for w in QUICK_METHODS.split()]
@@ -89,7 +89,7 @@ def measure(arguments: argparse.Namespace) -> Record:
         methods: Record = record["tasks"][run.task]["methods"]
         return methods
 
-    # The seeds of a method come one after the other, so that a seed is a place in the list.
+    # A method's seeds run in order, so a seed is an index into its list of losses.
     done: Record = {"losses": []}
     todo = [
         run
@@ -108,7 +108,7 @@ def measure(arguments: argparse.Namespace) -> Record:
 
 
 def wanted_runs(arguments: argparse.Namespace) -> list[Run]:
-    """The runs that the command line asks for, without methods that cannot run here."""
+    """The runs that the command line requests, without methods that cannot run here."""
     stages = [matrix.STAGES[name] for name in arguments.stages]
     if arguments.methods:
         chosen = contenders.expand(arguments.methods, [RANK])
@@ -150,7 +150,7 @@ def _record(arguments: argparse.Namespace, tasks: dict[str, Task]) -> Record:
 
 
 def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
-    """Trains on every rank. Returns the validation losses, and the bytes that this rank sends."""
+    """Trains on this rank. Returns the validation losses and the bytes that this rank sends."""
     trainees = []
 
     def wrap(model: nn.Module) -> nn.Module:
@@ -168,8 +168,8 @@ def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
         if step == EXACT_STEPS:
             before = bytes_written()
         loss = trainer.train_step()
-        trainer.mean(loss)  # keeps the ranks in step
-    # A round of local steps may be on its way beside the mean, so that both are counted.
+        trainer.mean(loss)  # keeps the processes in step
+    # A round of local steps may be in flight during the mean, so both are counted together.
     sent = bytes_written() - before - (args.steps - EXACT_STEPS) * _bytes_of(trainer.mean)
     trainees[0].end()
     return {

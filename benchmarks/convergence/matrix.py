@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The runs of bench_convergence.py, the most telling first, so that a time limit costs the least.
+"""The runs of bench_convergence.py, the most informative first, in case time runs out.
 
-A stage is a set of tasks and methods. Its seeds come one after the other.
+A stage is a set of tasks and methods. It runs all of them with one seed before the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONG = ["language-long"]
 _VARIANTS = [name for name in TASKS if name not in (*MODELS, *_LARGE, *_LONG)]
 _TEXTS = [name for name in MODELS if name != "digits"]
 
-# The stages of local steps, which have records of their own.
+# The stages of local steps, each with its own record.
 LOCAL, LONG = "local", "local-long"
 
 
@@ -78,5 +78,5 @@ STAGES = {
 
 
 def runs(stages: Iterable[Stage], seeds: int) -> list[Run]:
-    """The runs of these stages in their order. None comes twice."""
+    """The runs of these stages in order, without duplicates."""
     return list(dict.fromkeys(run for stage in stages for run in stage.runs(seeds)))

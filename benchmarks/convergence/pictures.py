@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The pictures of docs/convergence.md, from the records of bench_convergence.py."""
+"""Plots the records of bench_convergence.py for docs/convergence.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cluster.methods import METHODS, find
 
 from convergence import tables
 
-# Okabe and Ito's colors, which color-blind readers can distinguish.
+# Okabe and Ito's colors, which color-blind readers can tell apart.
 STYLES: dict[str, dict[str, Any]] = {
     "fp16": {"color": "#999999", "marker": "s"},
     "bf16": {"color": "#999999", "marker": "D"},
@@ -23,7 +23,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "int8-wire": {"color": "#d55e00", "marker": "o"},
     "int4-wire": {"color": "#e69f00", "marker": "o"},
 }
-# Local steps, with any arguments. Their points have the number of steps between two rounds.
+# Local steps, with any arguments. A point's label is the number of steps between two rounds.
 LOCAL_STYLES: dict[str, dict[str, Any]] = {
     "local-sgd": {"color": "#0072b2", "marker": "^", "linestyle": "none"},
     "diloco": {"color": "#009e73", "marker": "^", "linestyle": "none"},
@@ -32,16 +32,16 @@ LOCAL_STYLES: dict[str, dict[str, Any]] = {
 }
 UNLIKE_COLORS = {"plain": "#000000", "hook-1-bucket": "#0072b2", "attached": "#d55e00"}
 COLUMNS = 3
-AS_GOOD = 0.01  # the mean loss above plain's up to which a method counts as good as plain
-LINEAR = 0.02  # the losses about plain's within which the vertical axis is linear
-Point = tuple[float, list[float], str]  # times fewer bytes, losses above plain, what it tells
+AS_GOOD = 0.01  # a mean loss up to this far above plain's counts as equal to plain's
+LINEAR = 0.02  # the vertical axis is linear this far on both sides of plain's loss
+Point = tuple[float, list[float], str]  # times fewer bytes, losses above plain, label
 
 
 def draw_losses(record: report.Record, path: Path) -> None:
-    """Draws a panel for each task: the loss above plain's against the bytes, a line a method.
+    """Draws a panel for each task: the loss above plain's against the bytes, a line per method.
 
-    A line goes through the mean of the seeds at each rank. A bar is from the least to the greatest.
-    Methods with other options than their own are not drawn, except those of local steps.
+    A line connects the means over the seeds at each matrix rank. Bars span the smallest to the
+    largest. Of methods with non-default options, only local steps are drawn.
     """
     tasks = [task for task in record["tasks"].values() if "plain" in task["methods"]]
     columns = 2 if len(tasks) == 4 else min(COLUMNS, len(tasks))  # no panel is left empty
@@ -67,7 +67,7 @@ def draw_losses(record: report.Record, path: Path) -> None:
 
 
 def _lines(methods: tables.Methods) -> dict[str, list[Point]]:
-    """The points of each method that is drawn, by rank."""
+    """The points of each drawn method, by matrix rank."""
     lines: dict[str, list[Point]] = {}
     for name in tables.in_order(methods):
         method, rank, _ = tables.contender(name)
@@ -113,7 +113,7 @@ def _scales(axes: Any, losses: list[list[float]]) -> None:
     """Makes the axes logarithmic, the vertical one on both sides of plain's loss."""
     axes.set_xscale("log")
     report.log_scale(axes.xaxis)
-    axes.tick_params(labelbottom=True)  # shared axes have none but in the last row
+    axes.tick_params(labelbottom=True)  # shared axes only label the last row
     axes.set_yscale("symlog", linthresh=LINEAR)
     axes.set_yticks([-0.1, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1], minor=False)
     axes.set_yticks([], minor=True)
@@ -123,7 +123,7 @@ def _scales(axes: Any, losses: list[list[float]]) -> None:
 
 
 def draw_unlike_data(record: report.Record, path: Path) -> None:
-    """Draws the residual over the gradient, and the distance from the optimum, against steps."""
+    """Plots residual / gradient, and the distance from the optimum, against the steps."""
     figure, ((left, right),) = report.panels(1, 2, 11, 4.2)
     for run in record["runs"]:
         style = {
@@ -150,7 +150,7 @@ def draw_unlike_data(record: report.Record, path: Path) -> None:
 
 
 def _finish(figure: Any, path: Path, top: float = 1) -> None:
-    """Writes the figure, whose panels take the part of it that is below `top`."""
+    """Writes the figure, with its panels below the fraction `top` of its height."""
     for axes in figure.axes:
         axes.grid(alpha=0.2)
     figure.tight_layout(rect=(0, 0, 1, top))

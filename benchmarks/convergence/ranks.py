@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs a function on the ranks of a method, one local process for each."""
+"""Runs a function in one local process for each rank of a method's group."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from launcher import ranks
 from torch import nn
 
 WORLD = 2
-_LIMIT_SECONDS = 1800  # for a run; one that hangs is ended by the limit of its collectives
+_LIMIT_SECONDS = 1800  # of a run; if it hangs, the limit of its collectives ends it earlier
 _COLLECTIVE_SECONDS = 120
 
-ranks.preload("sklearn.datasets")  # of the image classifier
+ranks.preload("sklearn.datasets")  # for the image classifier
 
 Make = Callable[[nn.Module], Trainee]
 
@@ -28,12 +28,12 @@ def run(
     *args: Any,
     world: int = WORLD,
 ) -> Any:
-    """Calls function(make, *args) on every rank, and returns the result of the first rank.
+    """Calls function(make, *args) on every rank, and returns rank 0's result.
 
     Args:
         function: the function to call. Its first argument is the method's factory.
         method: the name of the method.
-        approximation: the rank of the approximation.
+        approximation: the matrix rank.
         seed: the seed of the method's random start.
         args: further arguments of the function.
         world: the number of ranks.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""An LSTM on the text of examples/train_lm.py: the same shapes of weights in every step of time."""
+"""An LSTM on the text of examples/train_lm.py, whose weights are shared by all time steps."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The errors of shadow mode beside the losses that compression ends at.
+"""Compares the errors of shadow mode with the losses of compressed training.
 
-It trains the three models exactly. After as many steps as are exact in the part `losses`, shadow
-mode compresses beside the training, with float32 factors of each rank. The losses are those that
-the part `losses` has recorded for 300 steps. Spearman's correlation compares the order of the
-errors with that of the losses, over all ranks and tasks.
+It trains the three models exactly. After the same number of exact steps as in the part `losses`,
+shadow mode compresses alongside the training, with float32 factors of each matrix rank. The losses
+are those that `losses` has recorded after 300 steps. Spearman's correlation compares the order of
+the errors with the order of the losses, over all matrix ranks and tasks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ from torch_powersgd.tools.shadow import STEPS
 
 RANKS = (1, 2, 4, 8, 16, 32)
 LOSSES = Path(__file__).parents[1] / "results" / "convergence.json"
-METHOD = "attached"  # float32 factors, as the shadow's
+METHOD = "attached"  # has float32 factors, as the shadow does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--steps", type=int, default=STEPS, help=f"steps of the shadow ({STEPS})")
+    add("--steps", type=int, default=STEPS, help=f"steps of shadow mode ({STEPS})")
     add("--seeds", type=int, default=3, metavar="N", help="number of seeds, 0 to N - 1 (3)")
-    add("--losses", type=Path, default=LOSSES, help="record of the losses (results/)")
+    add(
+        "--losses",
+        type=Path,
+        default=LOSSES,
+        help="record of the part losses (results/convergence.json)",
+    )
     add("--quick", action="store_true", help="one seed, tiny models and two steps")
 
 
@@ -70,7 +75,7 @@ def measure(arguments: argparse.Namespace) -> Record:
 
 
 def errors(make: ranks.Make, task: Task, seed: int, compared: list[int], steps: int) -> list[float]:
-    """Trains on every rank. Returns the error at each rank of the approximation."""
+    """Trains on this rank. Returns the error at each matrix rank."""
     modules: list[DistributedDataParallel] = []
 
     def wrap(model: nn.Module) -> DistributedDataParallel:

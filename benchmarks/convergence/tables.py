@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The tables of docs/convergence.md, from the records of bench_convergence.py.
 
-A cell is the mean over the seeds of the last loss above plain's, with the smallest and the largest.
+A cell is how far the last loss is above plain's: the mean over the seeds, the smallest and the
+largest.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def contender(name: str) -> Contender:
 
 
 def in_order(methods: Methods) -> list[str]:
-    """The names: methods in METHODS' order, then by options and rank."""
+    """The names, in the order of METHODS, then by options and matrix rank."""
 
     def place(name: str) -> tuple[int, str, int]:
         method, rank, _ = contender(name)
@@ -36,7 +37,7 @@ def in_order(methods: Methods) -> list[str]:
 
 
 def beyond_plain(methods: Methods, name: str) -> list[float]:
-    """The losses above plain's of the same seed, or nothing if there is no such run."""
+    """How far the losses are above plain's with the same seed. Empty if there is no such run."""
     if name not in methods:
         return []
     pairs = zip(methods[name]["losses"], methods["plain"]["losses"], strict=False)
@@ -82,7 +83,7 @@ def _losses(record: Record, names: Iterable[str], tasks: Sequence[str]) -> Table
 
 
 def shadow(record: Record, *tasks: str) -> Table:
-    """A row for each rank: the error of shadow mode, and the loss above plain, of each task."""
+    """A row for each matrix rank: shadow mode's error and the loss above plain, for each task."""
     runs = {(run["task"], run["rank"]): run for run in record["runs"]}
 
     def cell(run: Record) -> str:
@@ -106,13 +107,13 @@ def unlike_data(record: Record) -> Table:
 
 
 def _loss(methods: Methods, name: str) -> str:
-    """The loss above plain's, with the number of seeds where plain has more, or nothing."""
+    """The loss above plain's, with the number of seeds if plain has more. May be empty."""
     beyond = beyond_plain(methods, name)
     return _spread(beyond, "+") + _seeds(beyond, methods) if beyond else ""
 
 
 def _seeds(beyond: Sequence[float], methods: Methods) -> str:
-    """The number of seeds where plain has more, or nothing."""
+    """The number of seeds if plain has more, else an empty string."""
     if len(beyond) == len(methods["plain"]["losses"]):
         return ""
     return f", {len(beyond)} seeds" if len(beyond) > 1 else ", 1 seed"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tasks of bench_convergence.py: four models, two optimizers, two sizes of a batch.
+"""The tasks of bench_convergence.py: four models, two optimizers, two batch sizes.
 
 The learning rate of each task is the best of three for a plain all-reduce.
 """
@@ -45,7 +45,7 @@ def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, momentum=0.9, nesterov=True, weight_decay=1e-4)
 
 
-# They are those of the examples. The trainer sets the learning rate.
+# As in the examples. The trainer sets the learning rate.
 OPTIMIZERS = {"AdamW": _adamw, "SGD with momentum": _sgd}
 
 
@@ -55,14 +55,14 @@ class Task:
     example: Callable[[], Example]
     optimizer: str
     arguments: str  # of the example
-    quick: str  # further arguments, with --quick
+    quick: str  # additional arguments with --quick
     note: str = ""  # the end of the title
-    # DeMo's learning rate, the best of several as well. DeMo applies only signs.
+    # DeMo's learning rate, also the best of several. DeMo only applies signs.
     demo_lr: float = 1e-3
 
     @property
     def about(self) -> dict[str, str]:
-        """The part of a record that says what was trained."""
+        """The part of a record that describes the task."""
         title = f"{self.model}, {self.optimizer}{self.note}"
         return {"title": title, "arguments": self.arguments}
 
@@ -115,8 +115,8 @@ LSTM = Task(
     "--width 64 --context 16 --steps 12 --characters 100000 --validation-batches 4",
     demo_lr=3e-2,
 )
-# The names of the models, and of the variants of the three small ones: the other optimizer, a
-# global batch that is four times larger, and longer training.
+# The four models, and variants of the three small ones: the other optimizer, a global batch four
+# times as large, and longer training.
 TASKS = {
     "language": LANGUAGE,
     "digits": DIGITS,

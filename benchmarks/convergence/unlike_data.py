@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The residual, and the result, where the ranks' data differ.
+"""Measures the residual and the distance from the optimum when processes have different data.
 
-The job is SGD with noise on the mean over two ranks of |x - c_rank|^2 / 2. The optimum is the mean
-of the c, which are far apart. Near it a rank's gradient is almost all disagreement, which no step
-can remove. x is float32. The gradients are made, averaged and compressed in float32 or bfloat16.
+SGD minimizes the mean over two processes of |x - c_rank|^2 / 2, with noisy gradients. The optimum
+is the mean of the c, which are far apart. Near it, a process's gradient is almost all disagreement,
+which no step can remove. x is float32. The gradients are computed, averaged and compressed in
+float32 or bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ APART = 5.0  # standard deviation of c; that of the optimum is 1
 NOISE = 0.5
 SAMPLE_EVERY = 10  # steps
 LAST = 10  # samples whose mean is the distance at the end
-KEPT = 5  # one of so many samples is in the record, for the picture
+KEPT = 5  # every KEPT-th sample is in the record, for the plot
 
 draw = pictures.draw_unlike_data
 
@@ -37,8 +38,8 @@ draw = pictures.draw_unlike_data
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=2000, help="number of steps (2000)")
-    add("--rank", type=int, default=2, help="rank of the approximation (2)")
-    add("--quick", action="store_true", help="100 steps instead of --steps")
+    add("--rank", type=int, default=2, help="matrix rank (2)")
+    add("--quick", action="store_true", help="take 100 steps")
     add("--picture", type=Path, help="file for the picture")
 
 
@@ -70,7 +71,7 @@ def measure(arguments: argparse.Namespace) -> Record:
 
 
 def _figures(ratios: list[float | None], distances: list[float]) -> dict[str, Any]:
-    """The largest and the last ratio of the residual to the gradient, and the distance left."""
+    """The largest and the last residual / gradient, and the final distance."""
     known = [ratio for ratio in ratios if ratio is not None]
     return {
         "largest_ratio": max(known, default=None),
@@ -82,7 +83,7 @@ def _figures(ratios: list[float | None], distances: list[float]) -> dict[str, An
 
 
 class Linear(nn.Module):
-    """A module whose gradient is the argument of the call."""
+    """A module whose gradient is the argument of its forward pass."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class Linear(nn.Module):
 
 
 def residual_norm(trainee: Trainee) -> float | None:
-    """The norm of this rank's residual. None means that there is no residual yet."""
+    """The norm of this process's residual, or None if there is no residual yet."""
     state = getattr(trainee, "hook_state", None)
     if state is not None:
         return max((float(e.float().norm()) for e in state.error_dict.values()), default=None)
@@ -103,7 +104,7 @@ def residual_norm(trainee: Trainee) -> float | None:
 
 
 def descend(make: ranks.Make, dtype: str, steps: int) -> tuple[list[float | None], list[float]]:
-    """Descends on every rank. Returns samples of residual / gradient, and of the distance."""
+    """Runs SGD on this rank. Returns samples of residual / gradient and of the distance."""
     rank = dist.get_rank()
     common = torch.Generator().manual_seed(0)
     optimum = torch.randn(SHAPE, generator=common)

@@ -10,7 +10,7 @@
 
 #include "powersgd/options.h"
 
-// The cases that bench_kernels.cu measures, and its arguments, which choose among them.
+// The cases of bench_kernels.cu, and the arguments that select them.
 namespace powersgd::bench {
 
 [[noreturn]] inline void fail(const std::string& why, int status = 1) {
@@ -50,8 +50,8 @@ inline const std::vector<Layout> kLayouts = {
     {"llama", "Llama-7B layer", {{4096, 4096}, {4096, 4096}, {11008, 4096}, {4096, 11008}}},
 };
 
-// A deficient gradient has half the rank of the approximation, as those of small batches do.
-// orthogonalize then takes the slow way.
+// The rank of a deficient gradient is half the matrix rank, as with small batches. orthogonalize
+// then takes its slow path.
 struct Kind {
   std::string name;
   DType gradient, residual;
@@ -68,13 +68,13 @@ inline const std::vector<Kind> kKinds = {
 
 inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// The bytes that a step has to read and write, as in benchmarks/stages/floor.py. project reads G
+// The bytes that a step must read and write, as in benchmarks/stages/floor.py. project reads G
 // and memory and writes memory, back_project reads memory, reconstruct writes G.
 inline int64_t floor_bytes(int64_t numel, const Kind& kind) {
   return numel * (2 * bytes_of(kind.gradient) + 3 * bytes_of(kind.residual));
 }
 
-// The numbers that project and back_project multiply, see Bucket::bfloat16_products.
+// The dtype in which project and back_project multiply; see Bucket::bfloat16_products.
 struct Products {
   std::string name;
   bool bfloat16;
@@ -93,7 +93,7 @@ struct Row {
   Case measured;
   double stage[4], step, floor;  // milliseconds per bucket
   double launches;               // per bucket
-  int skipped;                   // buckets whose step came out as not finite: a defect
+  int skipped;                   // buckets whose step was not finite: a defect
 };
 
 struct Arguments {

@@ -10,7 +10,7 @@
 
 #include "cases.h"
 
-// Memory, errors and gradients of bench_kernels.cu.
+// Memory, errors and gradients for bench_kernels.cu.
 namespace powersgd::bench {
 
 inline void check(int status) {
@@ -19,7 +19,7 @@ inline void check(int status) {
   fail(std::string(cudaGetErrorName(error)) + ": " + cudaGetErrorString(error));
 }
 
-// Memory of the device, until the end of the scope.
+// Device memory, freed at the end of the scope.
 class Pool {
  public:
   ~Pool() {
@@ -46,7 +46,7 @@ class Pool {
 
 constexpr int64_t kSpinNanoseconds = 4'000'000;
 
-// The host launches the kernels of all buckets meanwhile.
+// Spins while the host launches the kernels of all buckets.
 __global__ void spin() {
   int64_t start, now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
@@ -61,8 +61,8 @@ __device__ uint32_t hash(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// Element i of a gradient, of magnitude 0.5 to 1. With `directions` each row is one of so many
-// vectors times a power of two, which no rounding changes: the rank is exactly that.
+// Element i of a gradient, of magnitude 0.5 to 1. With `directions`, each row is one of so many
+// vectors times a power of two. This is exact, so the rank is exactly `directions`.
 __device__ float element(int64_t i, int64_t cols, int directions, uint32_t seed) {
   float scale = 1;
   if (directions > 0) {
@@ -79,7 +79,7 @@ __global__ void fill_float(float* out, int64_t count, int64_t cols, int directio
        i += int64_t{gridDim.x} * blockDim.x)
     out[i] = element(i, cols, directions, seed);
 }
-// The elements have the 7 bits of bfloat16, whose pattern is the upper half of float's.
+// The elements have bfloat16's 7 bits, so the upper half of a float is the bfloat16.
 __global__ void fill_bfloat16(uint16_t* out, int64_t count, int64_t cols, int directions,
                               uint32_t seed) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;

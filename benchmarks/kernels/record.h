@@ -39,7 +39,7 @@ inline std::string quoted(const std::string& text) {
   return out + '"';
 }
 
-// A file is replaced as a whole, so that whoever reads it meanwhile, or after a crash, finds JSON.
+// A file is replaced atomically, so it is valid JSON at any time, even after a crash.
 inline void write(const std::string& path, double copy, const std::vector<Row>& rows) {
   cudaDeviceProp device{};
   int runtime = 0, driver = 0;

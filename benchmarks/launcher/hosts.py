@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Hosts on one machine: network namespaces around a switch, each on a link of a given rate.
 
-All that a run makes carries its owner's name, psgd-<pid>-<start time>, by which sweep() finds and
-removes what a killed owner left. No interface is made outside the namespaces: the machine's own and
-its firewall have no part.
+Everything that a run makes is named after its owner, psgd-<pid>-<start time>. sweep() uses this
+name to find and remove what a killed owner left. All interfaces are inside the namespaces, so the
+machine's own interfaces and firewall are not involved.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ _serial = itertools.count()
 
 
 class ClusterError(Exception):
-    """An error whose text names what cannot be made or run, and why."""
+    """Raised if something cannot be made or run. The message names it and the cause."""
 
 
 def missing() -> list[str]:
-    """Returns the things that this machine lacks for hosts, each in a few words."""
-    lacks = [] if os.geteuid() == 0 else ["root (network namespaces are made)"]
+    """Returns what this machine lacks for hosts, each item in a few words."""
+    lacks = [] if os.geteuid() == 0 else ["root (to make network namespaces)"]
     return lacks + [f"the program {name}" for name in ("ip", "tc") if not shutil.which(name)]
 
 
 def bits_per_second(rate: str) -> float:
-    """The value of a rate as tc writes it.
+    """The value of a rate in tc's notation.
 
     Raises:
-        ValueError: names the rate and what is allowed.
+        ValueError: If the rate is not in this notation.
     """
     match = _RATE.fullmatch(rate)
     if not match or float(match[1]) == 0:
-        raise ValueError(f"a rate is a number and kbit, mbit or gbit (1gbit), got {rate!r}")
+        raise ValueError(f"expected a number and kbit, mbit or gbit, such as 1gbit, got {rate!r}")
     return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
 
 
 def owner() -> str:
-    """The name of all that this process makes."""
+    """The name prefix of everything that this process makes."""
     return f"psgd-{os.getpid()}-{_start_time(os.getpid())}"
 
 
 def is_left(name: str) -> bool:
-    """True if the name belongs to a run that is no longer alive."""
+    """True if the name belongs to a run that has ended."""
     match = _OWNED.match(name)
     return match is not None and _start_time(int(match[1])) != int(match[2])
 
 
 def sweep() -> list[str]:
-    """Removes what runs have left that are no longer alive. Returns the namespaces' names."""
+    """Removes what ended runs have left. Returns the names of the namespaces."""
     left = [name for name in namespaces() if is_left(name)]
     for name in left:
         try:
             _remove(name)
-        except ClusterError:  # another run may have swept it
+        except ClusterError:  # another run may have removed it
             if name in namespaces():
                 raise
     for folder in Path(tempfile.gettempdir()).glob("psgd-*"):
@@ -84,7 +84,7 @@ def sweep() -> list[str]:
 
 
 def namespaces() -> list[str]:
-    """The names of the namespaces that any run has made."""
+    """The names of the namespaces of all runs."""
     lines = _run("ip", "netns", "list").splitlines()
     return [line.split()[0] for line in lines if _OWNED.match(line)]
 
@@ -95,7 +95,7 @@ def processes_in(namespace: str) -> list[int]:
 
 
 def enter(namespace: str) -> None:
-    """Moves this thread, and the processes and threads that it starts, to a network namespace."""
+    """Moves this thread, and what it starts, into a network namespace."""
     new_network = 0x40000000  # CLONE_NEWNET
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{namespace}") as handle:
@@ -104,7 +104,7 @@ def enter(namespace: str) -> None:
 
 
 def sent_bytes() -> int:
-    """The bytes that this process's host has sent. The files of /sys would be the machine's."""
+    """The bytes that this process's host has sent. /sys would give the machine's."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == INTERFACE:
@@ -113,13 +113,12 @@ def sent_bytes() -> int:
 
 
 class Hosts:
-    """`count` hosts, 10.77.0.1 onwards, on a switch; use it in a with statement.
+    """A context manager for `count` hosts on a switch, with addresses from 10.77.0.1.
 
     Every link sends at most `rate` in either direction; None: as fast as the machine can.
-    A frame from a host to another takes `delay_ms` milliseconds more, half of it on either link.
-    `link` holds what else goes wrong with frames, once on the way from a host to another.
-    The hosts' TCP has this congestion control, or the machine's, and this value of
-    net.ipv4.tcp_slow_start_after_idle.
+    A frame from host to host takes `delay_ms` milliseconds longer, half of it on each link. `link`
+    sets the other faults, each of which affects a frame once between two hosts. TCP uses this
+    congestion control, or the machine's, and this value of net.ipv4.tcp_slow_start_after_idle.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Hosts:
         machines = Path(f"{_TCP}congestion_control").read_text().strip()
         self.congestion_control = congestion_control or machines
         self.slow_start_after_idle = slow_start_after_idle
-        self.emulation: subprocess.Popen[str] | None = None  # of links, if they need it
+        self.emulation: subprocess.Popen[str] | None = None  # of the links, if they need it
 
     def __enter__(self) -> Hosts:
         try:
@@ -158,12 +157,12 @@ class Hosts:
         return len(self.names)
 
     def set_rate(self, host: int, rate: str) -> None:
-        """Changes the rate of a host's link, which must have one, in both directions."""
+        """Changes the rate of a host's link in both directions. The link must already have one."""
         self._shape("change", rate, self.names[host], INTERFACE)
         self._shape("change", rate, self._switch, f"port{host}")
 
     def cut(self, host: int) -> None:
-        """Lets the switch drop what a host sends and is sent. Its interface notices nothing."""
+        """Makes the switch drop a host's traffic, both ways. The host's interface stays up."""
         _run("ip", "-n", self._switch, "link", "set", f"port{host}", "nomaster")
 
     def mend(self, host: int) -> None:
@@ -187,7 +186,7 @@ class Hosts:
             _run("ip", "netns", "exec", name, "sh", "-c", idle)
             for interface in ("lo", INTERFACE):
                 _run("ip", "-n", name, "link", "set", interface, "up")
-            # Unlike a namespace's sysctl, it takes also what the machine does not allow to users.
+            # Unlike a namespace's sysctl, a route accepts algorithms that users may not choose.
             route = f"10.77.0.0/24 dev {INTERFACE} congctl {self.congestion_control}"
             _run("ip", "-n", name, "route", "replace", *route.split())
             _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
@@ -203,12 +202,12 @@ class Hosts:
         pipe = subprocess.PIPE
         self.emulation = subprocess.Popen(
             ["ip", "netns", "exec", self._switch, *program],
-            stdin=pipe,  # the process ends when it is closed, as it is if this one is killed
+            stdin=pipe,  # the process ends when this is closed, or this process is killed
             stdout=pipe,
             stderr=pipe,
             text=True,
             cwd=_BENCHMARKS,
-            start_new_session=True,  # Ctrl-C reaches the parent alone
+            start_new_session=True,  # Ctrl-C only reaches the parent
         )
         assert self.emulation.stdout
         if not self.emulation.stdout.readline():
@@ -219,7 +218,7 @@ class Hosts:
     def _shape(self, verb: str, rate: str, namespace: str, device: str) -> None:
         burst = _burst(rate)
         if self._link != Link():
-            # Whole segments must fit into a burst. Otherwise each piece is forwarded by itself.
+            # A whole segment must fit into a burst, or its pieces are forwarded separately.
             size = str(min(burst, 1 << 16) - 1000)
             _run("ip", "-n", namespace, "link", "set", device, "gso_max_size", size)
         shape = f"tbf rate {rate} burst {burst}b latency 100ms".split()
@@ -237,7 +236,7 @@ class Hosts:
 
 
 def _remove(namespace: str) -> None:
-    """Removes a namespace, and ends the processes that are still in it."""
+    """Removes a namespace, and kills the processes that are still in it."""
     for pid in processes_in(namespace):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -245,7 +244,7 @@ def _remove(namespace: str) -> None:
 
 
 def _burst(rate: str) -> int:
-    """The bytes of a token bucket: 2 ms, which is below a step and above a timer's tick."""
+    """The bytes of a token bucket: 2 ms, less than a step and more than a timer's tick."""
     return max(4 << 10, int(bits_per_second(rate) / 8 * 2e-3))
 
 
@@ -257,13 +256,13 @@ def _run(*command: str) -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """The start of a process in ticks since boot. None means that the process has ended.
+    """The start time of a process in ticks since boot, or None if the process has ended.
 
-    Together with the pid it names a process forever.
+    With the pid, it identifies a process uniquely.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before it may hold any character
+    fields = stat.rpartition(")")[2].split()  # the name before it may contain any character
     return int(fields[19]) if fields[0] not in "ZX" else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Starts ranks, a process for each: local ones, or one on each of some hosts.
+"""Starts one process per rank, all of them local or each on its own host.
 
-A server that has imported torch forks them, which saves each start some seconds. The ranks end when
-the server does, and it ends with this process, however that ends.
+A server that has imported torch forks them, which saves several seconds per start. The processes
+end when the server does, and the server ends when this process does, for whatever reason.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from process import available_memory
 from launcher import hosts
 from launcher.signals import uninterrupted
 
-LEAST_MEMORY = 3 << 29  # bytes that stay free; ranks that take more are ended
+LEAST_MEMORY = 3 << 29  # bytes to keep free; processes that need more are ended
 
 _context = multiprocessing.get_context("forkserver")
-# The error line of Python and of C++. Only stacks are printed after it.
+# The error line of Python or C++. Only stack traces follow it.
 _ERROR = re.compile(r"(Error|Exception): |what\(\):")
-_EXIT_SECONDS = 20  # for ranks whose pipe is closed to end by themselves
-_GRACE_SECONDS = 5  # for the last words of the other ranks once one has failed
+_EXIT_SECONDS = 20  # for processes to end once their pipes are closed
+_GRACE_SECONDS = 5  # for the errors of the other processes once one has failed
 
 
 def preload(*modules: str) -> None:
-    """Lets the server import these modules too, if it has not been started yet.
+    """Makes the server import these modules too, if it has not started yet.
 
-    It leaves torch_powersgd to the ranks, which may have different ones.
+    The server does not import torch_powersgd, because processes may use different ones.
     """
     _context.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", *modules])
 
@@ -56,13 +56,13 @@ preload()
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank knows of its start.
+    """What a process is given when it starts.
 
     Attributes:
-        number: its number.
+        number: its rank.
         world: the number of ranks.
-        folder: a folder that the ranks of a start share.
-        pipe: its end of the pipe to the process that has started it.
+        folder: a folder that all ranks of this start share.
+        pipe: its end of the pipe to the process that started it.
     """
 
     number: int
@@ -73,7 +73,7 @@ class Rank:
     def group(
         self, backend: str, seconds: float, options: Any = None
     ) -> AbstractContextManager[None]:
-        """A block with a default group of all ranks, whose time-out is so many seconds."""
+        """A context with a default group of all ranks, with a timeout in seconds."""
         return default_group(
             backend,
             store=dist.FileStore(str(self.folder / "store"), self.world),
@@ -85,18 +85,18 @@ class Rank:
 
 
 class Ranks:
-    """Ranks that each call function(rank, *args), where rank is a `Rank`.
+    """Processes that each call function(rank, *args), where rank is a `Rank`.
 
-    They are started with the object. At the end of a with block their pipes are closed, by which
-    they can end by themselves; after an exception, or some seconds, they are killed. `processes`
-    and `pipes` are by the number of a rank.
+    The constructor starts them. At the end of a with block their pipes are closed, so that they can
+    exit; after an exception, or some seconds, they are killed. `processes` and `pipes` are indexed
+    by rank.
 
     Args:
-        function: the function to call. Its result, which is JSON, is what `result` returns.
-        where: the number of local ranks, or the hosts, each of which gets one.
+        function: the function to call. `result` returns its result, which must be JSON.
+        where: the number of local processes, or the hosts, each of which gets one.
         args: further arguments of the function.
-        variables: what the ranks' environment has besides this process's.
-        packages: a folder in which the ranks look for modules first.
+        variables: additions to the processes' environment.
+        packages: a folder to put first on the processes' module search path.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Ranks:
         for pipe in self.pipes:
             pipe.close()
         if kind is None:
-            # A client of MPS that is killed can take the others with it.
+            # Killing one client of MPS can bring down the others.
             self.wait(_EXIT_SECONDS)
         with uninterrupted():
             for process in self.processes:
@@ -146,17 +146,17 @@ class Ranks:
         return any(process.exitcode for process in self.processes)
 
     def wait(self, seconds: float) -> None:
-        """Waits so many seconds, or until all ranks have ended."""
+        """Waits until all processes have ended, or for so many seconds."""
         deadline = time.monotonic() + seconds
         while (running := self.running) and (left := deadline - time.monotonic()) > 0:
             connection.wait([process.sentinel for process in running], left)
 
     def result(self, number: int) -> Any:
-        """What a rank that has ended has returned."""
+        """The result of a process that has ended."""
         return json.loads((self.folder / f"result{number}").read_text())
 
     def complaints(self) -> str:
-        """The errors of the failed ranks, without repetition."""
+        """The errors of the failed processes, without duplicates."""
         self.wait(_GRACE_SECONDS)
         said = {}
         for number, process in enumerate(self.processes):
@@ -164,16 +164,18 @@ class Ranks:
                 log = (self.folder / f"log{number}").read_text(errors="replace")
                 lines = [line.strip() for line in log.splitlines() if line.strip()]
                 lines = [line for line in lines if _ERROR.search(line)] or lines
-                said[lines[-1] if lines else f"a rank ended with {process.exitcode}, silently"] = 0
+                said[
+                    lines[-1] if lines else f"a process ended with {process.exitcode}, silently"
+                ] = 0
         return "; ".join(said)
 
     def log_of_failed(self) -> str:
-        """What the first rank that has failed has printed last."""
+        """The last output of the first failed process."""
         number = next(i for i, process in enumerate(self.processes) if process.exitcode)
         return (self.folder / f"log{number}").read_text(errors="replace")[-3000:]
 
     def keep_logs(self, folder: Path | None, name: str) -> None:
-        """Copies what the ranks have printed, if there is a folder for it."""
+        """Copies the processes' output to the folder, if there is one."""
         if folder is not None:
             (folder / name).mkdir(parents=True, exist_ok=True)
             for log in self.folder.glob("log*"):
@@ -188,16 +190,16 @@ def call(
     seconds: float,
     variables: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Calls function(rank, *args) on every rank, as `Ranks` does. Returns all results, by rank.
+    """Calls function(rank, *args) on every rank, as `Ranks` does. Returns the results by rank.
 
     Args:
-        function, where, args, variables: those of `Ranks`.
-        what: the name of the run, for errors.
-        seconds: the time after which the ranks are ended.
+        function, where, args, variables: as for `Ranks`.
+        what: the name of the run, for error messages.
+        seconds: the time after which the processes are ended.
 
     Raises:
-        RuntimeError: if a rank fails, with the error of that rank.
-        TimeoutError: if the ranks do not end in time.
+        RuntimeError: if a process fails, with its error.
+        TimeoutError: if the processes do not end in time.
         MemoryError: if the machine is about to run out of memory.
     """
     deadline = time.monotonic() + seconds
@@ -217,7 +219,7 @@ def call(
 
 @contextmanager
 def _first_on_path(folder: Path | None) -> Iterator[None]:
-    """Processes that start meanwhile take over this process's sys.path."""
+    """Puts the folder first on sys.path, for processes that are started meanwhile."""
     before = sys.path[:]
     sys.path[:0] = [str(folder.resolve())] if folder else []
     yield
@@ -231,7 +233,7 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Runs a rank, in a session of its own, so that Ctrl-C reaches the parent alone."""
+    """Runs a rank in its own session, so that Ctrl-C only reaches the parent."""
     os.setsid()
     _die_with_parent()
     with (rank.folder / f"log{rank.number}").open("w") as log:
@@ -243,7 +245,7 @@ def _run(
         hosts.enter(namespace)
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = hosts.INTERFACE
         os.environ["NCCL_IB_DISABLE"] = "1"
-        os.environ["NCCL_HOSTID"] = str(rank.number)  # or NCCL refuses two ranks on a GPU
+        os.environ["NCCL_HOSTID"] = str(rank.number)  # or NCCL refuses two processes on a GPU
     result = function(rank, *args)
     (rank.folder / f"result{rank.number}").write_text(json.dumps(result))
 
@@ -252,5 +254,5 @@ def _die_with_parent() -> None:
     death_signal = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
     first = multiprocessing.parent_process()
-    if first is None or not first.is_alive():  # it ended before
+    if first is None or not first.is_alive():  # it has already ended
         os._exit(1)

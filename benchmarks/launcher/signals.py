@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The signals that end a process, which must not leave hosts behind."""
+"""Handles the signals that end a process, so that no hosts are left behind."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from typing import NoReturn
 
 
 def unwind_on_signals() -> None:
-    """Makes SIGTERM and SIGHUP end the process as an exception does, through its finally clauses.
-
-    SIGINT does already.
-    """
+    """Makes SIGTERM and SIGHUP raise an exception, as SIGINT does, so that finally clauses run."""
 
     def leave(number: int, frame: object) -> NoReturn:
         sys.exit(128 + number)
@@ -25,8 +22,8 @@ def unwind_on_signals() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Puts off the signals that end the process until the body is done."""
-    # A mask would not do: it holds for this thread alone, and libraries start others.
+    """Delays signals that end the process until the body is done."""
+    # A signal mask would only cover this thread, and libraries start others.
     came: list[int] = []
 
     def note(number: int, frame: object) -> None:

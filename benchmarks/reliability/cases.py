@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The faults that are tried, each with what happens to the hosts and when."""
+"""The faults to try: for each, what happens to the hosts and when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ METHODS = ("plain", "ours")
 
 RATE = "100mbit"
 DROPPED_RATE = "1mbit"
-SLOW_RATE = "100kbit"  # at which a stage takes seconds, so that a kill can be aimed
+SLOW_RATE = "100kbit"  # slow enough that a stage takes seconds, so that a kill can hit it
 MOST_STEPS = 60
 TIMEOUT = 20.0  # seconds, of the process group
 EXACT_STEPS = 6
@@ -25,12 +25,12 @@ class Case:
     """A fault.
 
     Attributes:
-        name: the words of the table.
+        name: the name in the table.
         kind: "link": the links are bad all the time. "slow", "cut", "stop": what happens to the
-            victim for some seconds. "kill": the victim ends itself. "none": nothing happens.
+            victim for some seconds. "kill": the victim kills itself. "none": nothing happens.
         seconds: how long the fault lasts.
-        stage: the stage of a kill.
-        one_bucket: DDP has one bucket, and not one for each layer.
+        stage: the stage at which the victim kills itself.
+        one_bucket: DDP has one bucket instead of one for each layer.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def needs_links(self) -> bool:
-        """True if local processes will not do."""
+        """True if the case cannot run in local processes."""
         return self.slowed or self.kind not in ("kill", "none")
 
     @property
@@ -56,11 +56,11 @@ class Case:
 
     @property
     def fault_step(self) -> int:
-        """The step of the fault."""
+        """The step in which the fault happens."""
         return EXACT_STEPS // 2 if self.stage == kills.EXACT else FAULT_STEP
 
     def undisturbed(self) -> Case:
-        """The run whose digests this one must have. Many cases share it."""
+        """The run whose digests this one must match. Many cases share it."""
         one_bucket = self.one_bucket
         return Case("nothing happens", "none", self.world, one_bucket=one_bucket, steps=MOST_STEPS)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trains for long with every option in turns, and makes and destroys many groups in one process.
+"""Trains for thousands of steps with changing options, and makes and destroys many process groups.
 
-Two ranks compare their parameters after every 500 steps. The gradients are known, so that outputs
-and residual must add up to them. Memory, threads and files are counted on the way. All of it runs
-over plain Gloo too, as torch's own memory may grow. Ours must not grow, nor its threads and files.
+Two processes compare their parameters every 500 steps. The gradients are known, so the outputs and
+the residual must add up to them. Memory, threads and open files are sampled on the way. The same
+runs over plain Gloo show how much torch's own memory grows. With powersgd, neither memory nor
+threads nor files may grow.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from reliability.resources import ENVIRONMENT
 
 METHODS = {"ours": True, "gloo": False}
 PARTS: dict[str, Callable[..., Any]] = {"steps": long_run.train, "groups": long_run.groups}
-# Bounds of the errors of a turn, relative to the sum of 500 mean gradients. Each step rounds M, the
+# Bounds on the errors of a turn, relative to the sum of 500 mean gradients. Each step rounds M, the
 # factors and the output once in float32. A residual in half precision is rounded at each step.
 TOLERANCE, HALF_TOLERANCE = 1e-5, 2e-2
-# Bounds of the growth of memory in bytes: 1 MB in 10,000 steps, and 20 kB for each group, of which
-# plain Gloo's take 10.
+# Bounds on the growth of memory in bytes: 1 MB in 10,000 steps, and 20 kB per group, of which plain
+# Gloo takes 10.
 GROWTH = {"steps": 100.0, "groups": 20_000.0}
-SECONDS = {"steps": 0.2, "groups": 10.0}  # time limits of each, for a machine that is busy
+SECONDS = {"steps": 0.2, "groups": 10.0}  # time limit of each, on a busy machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,11 +71,11 @@ def tables_of(record: Record) -> dict[str, Table]:
 
 
 def problems(record: Record, growth: Mapping[str, float] = GROWTH) -> list[str]:
-    """Names differences between ranks, sums that do not add up, and growth.
+    """Lists differences between ranks, sums that do not add up, and growth.
 
     Args:
         record: the record.
-        growth: the bounds of the growth of memory, in bytes for each step or group.
+        growth: the bounds on the growth of memory, in bytes per step or group.
     """
     found = []
     steps = record["runs"].get("ours steps", [])
@@ -88,9 +89,9 @@ def problems(record: Record, growth: Mapping[str, float] = GROWTH) -> list[str]:
         for rank, run in enumerate(record["runs"].get(f"ours {part}", [])):
             name = f"ours {part}, rank {rank}"
             if run["growth"] > bound:
-                found.append(f"{name}: memory grows by {run['growth']:.0f} bytes each")
+                found.append(f"{name}: memory grows by {run['growth']:.0f} bytes per {part[:-1]}")
             for what in ("threads", "files"):
                 _, early, late = run[what]
                 if late > early:
-                    found.append(f"{name}: {late} {what} after {early}")
+                    found.append(f"{name}: {what} grow from {early} to {late}")
     return found

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank of the job that restarts.py kills, started by torchrun, and the kill that awaits it.
+"""One process of the job that restarts.py kills, started by torchrun, and the kill that awaits it.
 
     torchrun ... --module reliability.fate FOLDER
 
-The plan in FOLDER has the steps, and the kills that are to come, one in each start. A rank that
-writes a checkpoint kills itself. Otherwise a process that the rank has forked kills it, which
-nothing that the rank does can put off.
+The plan in FOLDER lists the steps and the remaining kills, one for each start. A process whose
+kill falls into a checkpoint kills itself. Otherwise a forked process kills it, which nothing
+that the process does can delay.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 POLL = 0.001  # seconds
-STEP_SECONDS = 0.02  # A kill in training comes within so many seconds after the start of a step.
+STEP_SECONDS = 0.02  # A kill in training strikes within this time after a step begins.
 
 
 class Fate:
-    """The kill that is to come in this start, and what the rank does, as its killer must know.
+    """The kill planned for this start, and what the process is doing, which its killer must know.
 
     Args:
         folder: the folder of the job.
-        plan: its plan.
+        plan: the plan of the job.
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ class Fate:
         self._doing = mmap.mmap(-1, 40)  # a word and a step, which the killer reads
         self.say("importing")
         orders, self._kills = plan["kills"], len(list(folder.glob("kill.*")))
-        # The job cannot end before the last kill: no start comes further than its share.
+        # No start trains beyond its share of the steps, so the job cannot end before the last kill.
         self._reach = plan["steps"] // max(1, len(orders))
         next_one = orders[self._kills : self._kills + 1]
         mine = [order for order in next_one if order["rank"] == RANK]
@@ -50,14 +50,14 @@ class Fate:
     def say(self, word: str, step: int = 0) -> None:
         self._doing[:] = f"{word} {step}".ljust(40).encode()
         if word == "training" and self._began:
-            # From the first word to the first step, for the kills of starts.
+            # From the first word to the first step. Kills of starting processes use it.
             (self._folder / "start_seconds").write_text(str(time.monotonic() - self._began))
             self._began = 0.0
 
     def share(self) -> float | None:
-        """The share of its first checkpoint after which this rank dies, if it is to.
+        """The share of its first checkpoint after which this process is killed, or None.
 
-        At 1 it dies before the file gets its name, and at 2 right after.
+        At 1 it dies before the file is renamed, and at 2 right after.
         """
         if self._order["moment"] != "writing":
             return None
@@ -73,7 +73,7 @@ class Fate:
         return word, int(step)
 
     def _kill_parent(self, parent: int) -> None:
-        """Kills the process that has forked this one, which ends as well."""
+        """Kills the process that forked this one, and exits."""
         if self._order["moment"] == "start":
             file = self._folder / "start_seconds"
             time.sleep(self._order["where"] * (float(file.read_text()) if file.exists() else 4.0))
@@ -92,7 +92,7 @@ class Fate:
             time.sleep(POLL)
 
     def _note(self) -> None:
-        """Writes what the kill has struck."""
+        """Records what the kill interrupted."""
         word, step = self._said()
         kill = {
             "rank": RANK,
@@ -117,7 +117,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     plan = json.loads((folder / "plan").read_text())
     fate = Fate(folder, plan)
-    from reliability import job  # which imports torch: a kill may also find a rank that does
+    from reliability import job  # imports torch here, so that a kill can strike during the import
 
     result = job.run(folder, plan, fate)
     (folder / f"result.{RANK}").write_text(json.dumps(result))

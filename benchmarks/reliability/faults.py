@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tells how training ends when links and ranks fail, with plain Gloo and with ours.
+"""Shows how training ends when links and processes fail, over plain Gloo and over powersgd.
 
-A small model trains in exact steps and then in compressed ones (rank 16, int8). A fault happens in
-a compressed step. All living ranks must end with the parameters of an undisturbed run, to the bit,
-or with an error that names the cause, within 15 s after the process group's time-out.
+A small model trains with exact steps and then with compressed ones (matrix rank 16, int8). The
+fault happens in a compressed step. All surviving processes must end with the parameters of an
+undisturbed run, bit for bit, or with an error that names the cause, at most 15 s after the process
+group's timeout.
 
-The hosts are network namespaces, which need root, ip and tc. The links are emulated
-(launcher/emulated_links.py). Without root, only those kills are tried that need no link.
+Hosts are network namespaces, which need root, ip and tc. Links are emulated
+(launcher/emulated_links.py). Without root, only the kills that need no link are tried.
 """
 
 from __future__ import annotations
@@ -26,20 +27,30 @@ from reliability.trial import Trial
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--only", nargs="+", metavar="WORDS", help="parts of the names of faults to try (all)")
+    add(
+        "--only",
+        nargs="+",
+        metavar="WORDS",
+        help="run the faults whose names contain any of these words (all)",
+    )
     add("--methods", nargs="+", choices=METHODS, default=METHODS, help="methods (all)")
-    add("--timeout", type=float, default=TIMEOUT, help=f"the group's, in seconds ({TIMEOUT:g})")
-    add("--logs", type=Path, help="folder for the output of ranks that do not end as they should")
+    add(
+        "--timeout",
+        type=float,
+        default=TIMEOUT,
+        help=f"process group's timeout, in seconds ({TIMEOUT:g})",
+    )
+    add("--logs", type=Path, help="folder for the output of failed trials")
 
 
 def chosen(arguments: argparse.Namespace) -> list[Case]:
-    """The cases that are asked for and possible here."""
+    """The requested cases that can run here."""
     words = arguments.only or [""]
     cases = [case for case in CASES if any(each in case.name for each in words)]
     if not cases:
         sys.exit(f"no fault has any of these words: {', '.join(words)}")
     if lacks := hosts.missing():
-        print(f"left out: all that needs a link; missing: {', '.join(lacks)}")
+        print(f"left out: faults that need a link; missing: {', '.join(lacks)}")
         cases = [case for case in cases if not case.needs_links]
     return cases
 
@@ -73,16 +84,16 @@ def undisturbed(case: Case, method: str) -> list[str]:
     trial = Trial(case, method)
     trial.run()
     if trial.outcome != "right":
-        raise RuntimeError(f"an undisturbed run of {method}: {trial.ends}")
+        raise RuntimeError(f"an undisturbed run of {method} failed: {trial.ends}")
     return trial.ends[0].digests
 
 
 def tables_of(record: Record) -> dict[str, Table]:
-    return {f"faults, time-out {record['timeout']:g} s": tables.faults(record)}
+    return {f"faults, timeout {record['timeout']:g} s": tables.faults(record)}
 
 
 def problems(record: Record) -> list[str]:
-    """The trials that have not ended as they should."""
+    """The trials with a wrong outcome."""
     return [
         f"{trial['fault']}, {trial['method']}: {trial['outcome']}"
         for trial in record["trials"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The training job that is killed. It goes on from the last step that all ranks have saved."""
+"""The training job that is killed. It resumes from the last step that all processes have saved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reliability.fate import RANK, WORLD, Fate, saved
 
 
 class DyingFile:
-    """A file that lets its process die once so many bytes have been written."""
+    """A file that kills its process once so many bytes have been written."""
 
     def __init__(self, file: IO[bytes], size: int, die: Callable[[], None]) -> None:
         self._file, self._left, self._die = file, size, die
@@ -37,7 +37,7 @@ class DyingFile:
 
 
 def save(state: dict[str, Any], path: Path, fate: Fate) -> None:
-    """Writes a checkpoint under another name, and gives it its name when it is on the disk."""
+    """Writes a checkpoint under a temporary name, and renames it once it is on disk."""
     share = fate.share()
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("wb") as file:
@@ -71,14 +71,14 @@ def make() -> tuple[DistributedDataParallel, tp.Compression, torch.optim.Optimiz
     """The attached model, its compression and its optimizer."""
     torch.manual_seed(0)
     layers = [nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 96), nn.Tanh()]
-    # Several buckets, so that a kill finds one in its first half and another in its second.
+    # Several buckets, so that a kill finds some in the first half of a step, others in the second.
     ddp = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(96, 1)), bucket_cap_mb=0.02)
     compression = tp.attach(ddp, tp.Options(matrix_approximation_rank=4))
     return ddp, compression, torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 
 
 def run(folder: Path, plan: dict[str, Any], fate: Fate) -> dict[str, Any]:
-    """Trains from the last checkpoint to the end. Returns what the rank ended with."""
+    """Trains from the last checkpoint to the end. Returns this rank's final values."""
     steps, save_every = plan["steps"], plan["save_every"]
     fate.say("joining")
     dist.init_process_group("cpu:powersgd")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How a rank ends itself by SIGKILL at one stage of its training."""
+"""Kills this process with SIGKILL at a given stage of its training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launcher import hosts
 
 IN_STATE_DICT = "in state_dict"
 ONE_BUCKET = ("while P is on its way", "while q is on its way")
-# The stages at which the link is slow and the victim counts what it sends.
+# Stages for which the link is slowed down and the victim counts the bytes it sends.
 AIMED = (*ONE_BUCKET, IN_STATE_DICT)
 EXACT = "in an exact step, between buckets"
 STAGES = (
@@ -30,10 +30,10 @@ STAGES = (
 
 
 class Killer:
-    """Ends this process at a stage, if it is the stage of this trial and the process its victim."""
+    """Kills this process at a stage, if the trial names that stage and this is its victim."""
 
     def __init__(self, stage: str, pipe: Connection) -> None:
-        self.stage = stage  # "": this process stays alive
+        self.stage = stage  # "": this process is not killed
         self._pipe = pipe
         self._armed = False
 
@@ -42,18 +42,18 @@ class Killer:
             self.kill()
 
     def kill(self, *_: Any, **__: Any) -> NoReturn:
-        """Tells the time, and ends the process."""
+        """Reports the time, and kills the process."""
         self._pipe.send(("fault_time", time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("the process has ended")
 
     def replace(self, stage: str, owner: object, name: str) -> None:
-        """Lets the call of owner.name end the process, if this is the stage."""
+        """Makes a call of owner.name kill the process, if this is the stage."""
         if stage == self.stage:
             setattr(owner, name, self.kill)
 
     def after_bytes(self, stage: str, count: int) -> None:
-        """Ends the process once its interface has sent so many bytes more, if this is the stage."""
+        """Kills the process after its interface sends `count` more bytes, if this is the stage."""
         if stage == self.stage:
             limit = hosts.sent_bytes() + count
 
@@ -65,7 +65,7 @@ class Killer:
             threading.Thread(target=watch, daemon=True).start()
 
     def hook(self, stage: str, register: Callable[[Callable[..., Any]], Any]) -> None:
-        """Registers a hook that ends the process when it is called, if this is the stage."""
+        """Registers a hook that kills the process when called, if this is the stage."""
         if stage == self.stage and not self._armed:
             self._armed = True
             register(self.kill)

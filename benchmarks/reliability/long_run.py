@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A long training: a new module and other options in each turn, and everything that a loop calls.
+"""A long training with a new module and new options every few hundred steps.
 
-The gradients are known, so that the outputs, the residual and the mean gradients must add up.
+It makes every call that a training loop makes. The gradients are known, so the outputs, the
+residual and the mean gradients must add up.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from reliability.resources import Sample, sample, summary
 WORLD = 2
 TURN = 500  # steps
 SAMPLE_EVERY = 100
-EXACT_FIRST = 50  # steps of a turn before compression, with the option for it
+EXACT_FIRST = 50  # steps before compression, in the turn "exact steps first"
 # Two matrices and a convolution, which are compressed; a bias and a small matrix, which are not.
 SHAPES = {"conv": (32, 8, 3, 3), "wide": (48, 96), "tall": (120, 40), "bias": (33,), "s": (4, 5)}
-POOL = 61  # gradients of a rank, which take turns; no other period here divides it
+POOL = 61  # gradients per rank, used in rotation; shares no divisor with other periods here
 
-# The options of the turns. Each has rank 2 besides, if it does not name one.
+# The options of the turns. The matrix rank is 2 unless they name another.
 TURNS: dict[str, dict[str, Any]] = {
     "float32 factors": {},
     "bfloat16 factors": {"wire_dtype": "bfloat16"},
@@ -52,13 +53,13 @@ TURNS: dict[str, dict[str, Any]] = {
         "compression_stats_logging_frequency": 100,
     },
 }
-CYCLE = TURN * len(TURNS)  # steps in which every turn comes once
+CYCLE = TURN * len(TURNS)  # the steps in which every turn comes once
 
 Tensors = dict[str, Tensor]
 
 
 class Known(nn.Module):
-    """A module whose gradients are the arguments of the call."""
+    """A module whose gradients are the arguments of its forward pass."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -73,10 +74,10 @@ class Turn:
     """The steps of one module with one set of options.
 
     Args:
-        number: the number of turns before.
+        number: the number of earlier turns.
         length: the number of steps of a turn.
-        values: the parameters' values.
-        state: the state of compression that the turn goes on from.
+        values: the values of the parameters.
+        state: the compression state to continue from.
         compressed: whether the module is attached; otherwise everything runs over plain Gloo.
     """
 
@@ -104,7 +105,7 @@ class Turn:
                 self.compression.load_state_dict(state)
 
     def step(self, i: int, mine: Tensors) -> Tensors:
-        """Takes a step and returns the averaged gradients. Loops call all of this between steps."""
+        """Takes a step, with all calls of a training loop. Returns the averaged gradients."""
         within = i - self.first
         exact: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.compression is not None:
@@ -143,14 +144,14 @@ class Turn:
 def train(
     rank: Rank, steps: int, compressed: bool, warm_up: int, length: int = TURN
 ) -> dict[str, Any]:
-    """Trains on one rank, in turns. Returns its resources, a hash and the identity's errors."""
+    """Trains on one rank, in turns. Returns its resources, a hash and the errors of the sums."""
     _join(rank, rank.folder / "store", compressed)
     pools = [_pool(other) for other in range(WORLD)]
     means = _means(pools)
     values = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     state: dict[str, Any] | None = None
     samples: list[Sample] = []
-    parameters = hashlib.sha256()  # those after each turn
+    parameters = hashlib.sha256()  # of the parameters after each turn
     turns: dict[str, list[float]] = {}  # the errors of the turns by their titles
     whole = _zeros()  # the sum of all outputs less all mean gradients
     scale_of_sums = _zeros()  # the sum of all mean gradients
@@ -175,7 +176,7 @@ def train(
             scale_of_sums[name] += total[name]
         values = turn.values()
         parameters.update(digest(values[name] for name in sorted(values)).encode())
-    dist.barrier()  # or a rank would count its files while the other closes its sockets
+    dist.barrier()  # or one rank counts its files while the other closes its sockets
     dist.destroy_process_group()
     return {
         **summary(samples, warm_up),
@@ -186,7 +187,7 @@ def train(
 
 
 def groups(rank: Rank, count: int, compressed: bool, warm_up: int) -> dict[str, Any]:
-    """Makes and destroys groups on one rank, each with a module that trains a few steps."""
+    """Makes and destroys groups on one rank, each with a module that trains for a few steps."""
     samples = []
     pool = _pool(rank.number)
     for number in range(count):
@@ -199,15 +200,15 @@ def groups(rank: Rank, count: int, compressed: bool, warm_up: int) -> dict[str, 
         for i in range(3):
             turn.step(i, pool[i])
         del turn
-        dist.barrier()  # or a rank would end its sockets while the other still reads
+        dist.barrier()  # or one rank closes its sockets while the other still reads
         dist.destroy_process_group()
         samples.append(sample(number + 1))
     return summary(samples, warm_up)
 
 
 def _join(rank: Rank, file: Path, compressed: bool) -> None:
-    gc.freeze()  # a collection need not walk the many objects of torch's modules
-    # Not rank.group, which keeps a group to the end of the process.
+    gc.freeze()  # spares garbage collections the many objects of torch's modules
+    # Not rank.group, which keeps a group until the process exits.
     dist.init_process_group(
         "cpu:powersgd" if compressed else "gloo",
         store=dist.FileStore(str(file), WORLD),
@@ -218,7 +219,7 @@ def _join(rank: Rank, file: Path, compressed: bool) -> None:
 
 
 def _pool(rank: int) -> list[Tensors]:
-    """The gradients of a rank: a part that is always the same, and noise."""
+    """The gradients of a rank: a constant part plus noise."""
     chance = torch.Generator().manual_seed(100 + rank)
     steady = {name: torch.randn(shape, generator=chance) for name, shape in SHAPES.items()}
     return [
@@ -242,7 +243,7 @@ def _zeros() -> Tensors:
 
 
 def _residuals(state: dict[str, Any] | None) -> Tensors:
-    """The mean residuals of a state, and zeros where it has none."""
+    """The mean residuals of a state, with zeros where it has none."""
     saved = state["parameters"] if state else {}
     found = _zeros()
     for name in SHAPES:

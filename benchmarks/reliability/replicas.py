@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Kills replicas of a torchft job at intervals, and measures what the others go on with.
+"""Kills replicas of a torchft job at intervals, and measures its goodput and its loss.
 
-Each replica is a process that trains a small GPT. One that is killed starts again at once, and gets
-the model from another. The goodput is the time in which a quiet job commits its steps, over that of
-the job with kills. The loss is the mean of the last hundred steps. torchft's own process group
-trains for comparison, with the DDP class of this package, since its own one ends with a replica's
-death in an exchange.
+Each replica is a process that trains a small GPT. A killed replica restarts at once, and fetches
+the model from another. Goodput is the time in which an undisturbed job commits its steps, divided
+by the time of the job with kills. The loss is the mean of the last hundred steps. For comparison,
+torchft's own process group trains too. It uses this package's DDP class, because torchft's own
+fails when a replica dies in an exchange.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from reliability import tables
 REPLICAS = 3
 MODEL = "gpt-1M"
 LIMIT = timedelta(seconds=20)
-HEARTBEAT_MS = 1000  # without one for so long, a replica is dead
-WARMUP_STEPS = 20  # that are not measured
-LAST = 100  # steps of the loss
-STALL = 120.0  # seconds without a committed step after which a run has failed
+HEARTBEAT_MS = 1000  # a replica without a heartbeat for so long counts as dead
+WARMUP_STEPS = 20  # not measured
+LAST = 100  # steps that the loss is averaged over
+STALL = 120.0  # seconds without a committed step after which a run fails
 
 
 def train(rank: ranks.Rank, number: int, method: str, lighthouse: str, steps: int) -> None:
@@ -83,11 +83,11 @@ def train(rank: ranks.Rank, number: int, method: str, lighthouse: str, steps: in
         if manager.current_step() > step:
             rank.pipe.send((manager.current_step(), loss.item()))
     manager.shutdown(wait=False)
-    os._exit(0)  # torchft's threads wait for the other replicas
+    os._exit(0)  # torchft's threads would wait for the other replicas
 
 
 class _Job:
-    """Replicas with a lighthouse; use it in a with statement."""
+    """A context manager for replicas and their lighthouse."""
 
     def __init__(self, method: str, steps: int) -> None:
         from torchft.coordination import LighthouseServer
@@ -96,7 +96,7 @@ class _Job:
         self._lighthouse = LighthouseServer(
             bind="[::]:0",
             min_replicas=1,
-            join_timeout_ms=10_000,  # a slow replica is waited for, and a dead one is not
+            join_timeout_ms=10_000,  # waits for slow replicas, but not for dead ones
             heartbeat_timeout_ms=HEARTBEAT_MS,
         )
         self._replicas: list[ranks.Ranks] = []
@@ -107,7 +107,7 @@ class _Job:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.__exit__(RuntimeError, None, None)  # kills what has not ended
+        self._stack.__exit__(RuntimeError, None, None)  # kills the processes that have not ended
         self._lighthouse.shutdown()
 
     def _start(self, number: int) -> ranks.Ranks:
@@ -117,7 +117,7 @@ class _Job:
         return self._stack.enter_context(replica)
 
     def run(self, every: float, seed: int) -> dict[str, Any]:
-        """Trains to the end. Every so many seconds (0: never), a replica is killed."""
+        """Trains to the end, and kills a replica every so many seconds (0: never)."""
         chance = random.Random(seed)
         losses: dict[int, list[float]] = {}
         began = last = time.monotonic()
@@ -177,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--methods", nargs="+", choices=of, default=list(of), help="process groups (all)")
     add("--steps", type=int, default=4000, help="committed steps of a job (4000)")
     add("--every", type=float, nargs="+", default=[30, 3], help="seconds between kills (30 3)")
-    add("--seed", type=int, default=0, help="seed of the choice of replicas (0)")
+    add("--seed", type=int, default=0, help="seed that chooses the replicas (0)")
 
 
 def tables_of(record: Record) -> dict[str, Table]:

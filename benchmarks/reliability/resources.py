@@ -9,20 +9,20 @@ from typing import Any
 
 import process
 
-# Fewer arenas of malloc, which is read when a process starts: memory that is free in one arena and
-# wanted in another looks like a leak.
+# Limits malloc's arenas, because memory that is free in one arena and needed in another looks like
+# a leak. malloc reads this when a process starts.
 ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}
 
-# The step or group, and the bytes, threads, threads for callbacks, and files then.
+# The number of the step or group, then bytes, threads, callback threads and files.
 Sample = list[int]
 COUNTS = ("threads", "callback threads", "files")
-# The threads that run futures' callbacks. There are as many as callbacks ran at once, and they end
-# when they have been idle for 30 s.
+# The threads that run the callbacks of futures: as many as have run at once. Each ends after 30 s
+# without work.
 _CALLBACKS = "powersgd-then"
 
 
 def sample(at: int) -> Sample:
-    """The resources now, without what Python and malloc would only give back later."""
+    """The current resources, after Python and malloc have returned what is free."""
     memory, threads = process.touched_memory(), process.threads()
     callbacks = threads.count(_CALLBACKS)
     return [at, memory, len(threads) - callbacks, callbacks, len(process.files())]
@@ -31,8 +31,8 @@ def sample(at: int) -> Sample:
 def summary(samples: Sequence[Sample], warm_up: int) -> dict[str, Any]:
     """The resources after the warm-up.
 
-    Memory is its first and last bytes, and its growth those for each step or group. The counts are
-    the least, and the most in each half.
+    Memory is given as the first and the last number of bytes, and growth as bytes per step or
+    group. Counts are given as the minimum, and the maximum of each half.
     """
     late = [sample for sample in samples if sample[0] >= warm_up]
     halves = late[: len(late) // 2], late[len(late) // 2 :]
@@ -48,7 +48,7 @@ def summary(samples: Sequence[Sample], warm_up: int) -> dict[str, Any]:
 
 
 def slope(samples: Sequence[Sample]) -> float:
-    """The growth of memory in bytes for each step or group: the line of least squares."""
+    """The growth of memory in bytes per step or group, by least squares."""
     at = [sample[0] for sample in samples]
     held = [sample[1] for sample in samples]
     return statistics.linear_regression(at, held).slope

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Kills ranks of a training job at moments by chance, and compares its end with a quiet run's.
+"""Kills a training job's processes at random, and compares the result with an undisturbed run's.
 
-torchrun starts a job of two ranks again after each kill. The job trains an attached DDP model over
-cpu:powersgd in int8. Each rank saves its own state every few steps, and goes on from the last step
-that both have saved. Some kills strike while a checkpoint is written. The killed job must end with
-the bits of the quiet one.
+After each kill, torchrun restarts the job of two processes. The job trains an attached DDP model
+over cpu:powersgd in int8. Each process saves its own state every few steps, and resumes from the
+last step that both have saved. Some kills strike while a checkpoint is written. The job must end
+with the same bits as the undisturbed run.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from reliability import tables
 
 WORLD = 2
 SAVE_EVERY = 10
-LIMIT = 1200.0  # seconds of the job, and for each kill
+LIMIT = 1200.0  # seconds for the job, and for each kill
 KILL_LIMIT = 60.0
-# A kill strikes a rank that starts, one that trains, or one that writes a checkpoint.
+# What the process does when it is killed, and how often.
 MOMENTS = {"start": 0.2, "training": 0.5, "writing": 0.3}
 COMPARED = ("loss", "losses", "parameters", "state")
 _BENCHMARKS = Path(__file__).parents[1]
 
 
 def plan(kills: int, seed: int) -> list[dict[str, Any]]:
-    """The kills, in an order by chance: moment, rank and two numbers from 0 to 1.
+    """The kills, in random order: moment, rank and two numbers from 0 to 1.
 
-    Each kind of moment has its share of them.
+    Each moment gets its share of the kills.
     """
     chance = random.Random(seed)
     counts = {moment: round(share * kills) for moment, share in MOMENTS.items()}
@@ -78,7 +78,7 @@ def run(folder: Path, steps: int, orders: Sequence[dict[str, Any]]) -> dict[str,
             code = agent.wait(LIMIT + KILL_LIMIT * len(orders))
         finally:
             if agent.poll() is None:
-                agent.terminate()  # torchrun ends its ranks
+                agent.terminate()  # torchrun ends its processes
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     agent.wait(30)
             with contextlib.suppress(ProcessLookupError):
@@ -92,7 +92,7 @@ def run(folder: Path, steps: int, orders: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def summary(kills: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The kills by what the rank did: how many, of which ranks, and what they left."""
+    """The kills by what the process was doing: how many, of which ranks, and what they left."""
     found: dict[str, dict[str, Any]] = {}
     for kill in kills:
         of_word = {"ranks": [0] * WORLD, "unfinished_files": 0, "newest_differ": 0}
@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--kills", type=int, default=50, help="number of kills (50)")
     add("--steps", type=int, default=3000, help="number of steps of the job (3000)")
-    add("--seed", type=int, default=0, help="seed of the moments and the ranks (0)")
+    add("--seed", type=int, default=0, help="seed of the moments and ranks (0)")
 
 
 def tables_of(record: Record) -> dict[str, Table]:
@@ -133,7 +133,7 @@ def tables_of(record: Record) -> dict[str, Table]:
 
 
 def problems(record: Record) -> list[str]:
-    """The results in which a rank of the killed job differs from that of the quiet run."""
+    """The results in which the killed job differs from the undisturbed run."""
     both = zip(record["quiet"]["ranks"], record["killed"]["ranks"], strict=True)
     return [
         f"the killed job ended with other bits: {name} of rank {rank}"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Counts how many jobs get through their first steps on a slow network, and with which results.
+"""Starts a job many times on a slow network, and counts failures, hangs and differing results.
 
-It starts the same training many times. The hosts are network namespaces on shaped links, so that
-it needs root, ip and tc. The buckets are many and small, so that several are on their way at once.
-A start has finished if all ranks end in time with equal parameters. If the collectives of a program
-come in a fixed order, all starts end with the same bits. Where timing decides, ranks hang or abort.
-Each rank may start late, and each frame take longer, by random times from the seed of the start.
+Hosts are network namespaces on shaped links, which need root, ip and tc. There are many small
+buckets, so that several are in flight at once. A start has finished if all processes end in time
+with equal parameters. If a program issues its collectives in a fixed order, all starts end with the
+same bits. If the order depends on timing, processes hang or abort. Each process may start late and
+each frame be delayed, by random times from the seed of the start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXACT_STEPS = 2
 
 
 def train(rank: ranks.Rank, steps: int, seconds: float, late: Sequence[float]) -> str:
-    """Trains on a rank that is so many seconds late. Returns a digest of its parameters."""
+    """Trains on a rank that starts `late` seconds late. Returns a digest of its parameters."""
     time.sleep(late[rank.number])
     torch.manual_seed(0)
     with rank.group("cpu:powersgd", seconds):
@@ -48,7 +48,7 @@ def train(rank: ranks.Rank, steps: int, seconds: float, late: Sequence[float]) -
             optimizer.zero_grad()
             ddp(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
             optimizer.step()
-        dist.barrier()  # or a rank would end its sockets while another still reads
+        dist.barrier()  # or one closes its sockets while another still reads
         return digest(ddp.parameters())
 
 
@@ -96,12 +96,12 @@ def measure(arguments: argparse.Namespace) -> Record:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--starts", type=int, default=200, help="number of starts (200)")
-    add("--steps", type=int, default=12, help="number of steps of a start (12)")
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (2 4)")
-    add("--rate", default="1gbit", help="rate of each link, as tc has it (1gbit)")
-    add("--late-ms", type=float, default=0, help="most milliseconds that a rank starts late (0)")
-    add("--jitter-ms", type=float, default=0, help="most milliseconds that a frame is late (0)")
-    add("--limit", type=float, default=60, help="seconds after which a start hangs (60)")
+    add("--steps", type=int, default=12, help="steps per start (12)")
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="group sizes (2 4)")
+    add("--rate", default="1gbit", help="rate of each link, in tc's notation (1gbit)")
+    add("--late-ms", type=float, default=0, help="largest delay of a process's start, in ms (0)")
+    add("--jitter-ms", type=float, default=0, help="largest delay of a frame, in ms (0)")
+    add("--limit", type=float, default=60, help="seconds after which a start counts as hung (60)")
 
 
 def tables_of(record: Record) -> dict[str, Table]:
@@ -112,7 +112,7 @@ def tables_of(record: Record) -> dict[str, Table]:
 
 
 def problems(record: Record) -> list[str]:
-    """The starts that have not finished, and results that differ between starts."""
+    """The starts that did not finish, and results that differ between starts."""
     found = []
     for result in record["results"]:
         counts = {**result["endings"], "different results": result["results"] - 1}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tables of docs/reliability.md: of bench_reliability.py, and of tests/python/other_suites."""
+"""The tables of docs/reliability.md, from bench_reliability.py and tests/python/other_suites."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FOUND = {
 
 
 def suites(record: Record) -> Table:
-    """How many tests of each suite end as over gloo."""
+    """How many tests of each suite have the same result as with Gloo."""
     headings = ["suite", "backend", "ranks", "tests", "passed as with Gloo", "skipped as with Gloo"]
     headings += ["fail over Gloo", "differences"]
     rows = [
@@ -77,7 +77,7 @@ def outcomes(record: Record) -> Table:
 
 
 def starts(record: Record) -> Table:
-    """How the starts have ended, by the number of ranks."""
+    """How the starts ended, by the number of ranks."""
     endings = ("finished", "failed", "hung", "ranks differ")
     rows = [
         [str(result["ranks"]), *(str(result["endings"].get(ending, 0)) for ending in endings)]
@@ -88,7 +88,7 @@ def starts(record: Record) -> Table:
 
 
 def restart_kills(record: Record) -> Table:
-    """The kills, by what the rank did when it was killed."""
+    """The kills, by what the process was doing."""
     headings = ["the killed rank", "kills", "of rank 0", "of rank 1", "left an unfinished file"]
     headings.append("newest checkpoints of the ranks differed")
     rows = []
@@ -101,7 +101,7 @@ def restart_kills(record: Record) -> Table:
 
 
 def restart_ends(record: Record) -> Table:
-    """The ends of the quiet run and of the killed job, and whether their bits are equal."""
+    """The results of the undisturbed run and the killed job, and whether they are bitwise equal."""
     headings = ["run", "kills", "failures beside the kills", "loss of rank 0", "of rank 1"]
     headings += ["parameters", "all losses, parameters and states"]
     rows = []
@@ -128,7 +128,7 @@ def restart_ends(record: Record) -> Table:
 
 
 def endurance_memory(record: Record) -> Table:
-    """Memory, threads and files by the number of steps or groups, of ours and of plain Gloo."""
+    """Memory, threads and files of this project and of plain Gloo."""
     headings = ["process", "memory after the warm-up, MB", "at the end, MB", "growth"]
     headings += ["threads", "beside them for callbacks", "files"]
     rows = []
@@ -147,7 +147,7 @@ def endurance_memory(record: Record) -> Table:
 
 
 def endurance_turns(record: Record) -> Table:
-    """The identity's errors of the turns, and over all steps."""
+    """The errors of the sums, by turn and over all steps."""
     headings = ["options of a turn", "turns", "largest error of the sums in a turn"]
     run = record["runs"]["ours steps"][0]
     turns = run["turns"]
@@ -158,7 +158,7 @@ def endurance_turns(record: Record) -> Table:
 
 
 def _range(values: Sequence[float], form: str) -> str:
-    """The least and the most, if they differ."""
+    """The minimum and the maximum, if they differ."""
     if not values:
         return "-"
     least, most = f"{min(values):{form}}", f"{max(values):{form}}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank of a trial, as an ordinary training program.
+"""One process of a trial, as an ordinary training program.
 
-It tells a digest of its parameters after every step, and its error, if there is one. After an error
-the even ranks destroy their group, and the odd ones just end.
+It reports a digest of its parameters after every step, and its error, if any. After an error,
+processes of even rank destroy their group, and those of odd rank just exit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAUSE = 0.01  # seconds between two steps
 
 
 def train(rank: Rank, case: Case, method: str, timeout: float) -> NoReturn:
-    """Trains, and ends the process as a program ends, destructors included: they may crash."""
+    """Trains, and exits as a program does, with destructors, which may crash."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     killed = case.kind == "kill" and rank.number == case.victim
     killer = Killer(case.stage if killed else "", rank.pipe)
@@ -46,41 +46,41 @@ def train(rank: Rank, case: Case, method: str, timeout: float) -> NoReturn:
         if rank.number % 2 == 0 and dist.is_initialized():
             dist.destroy_process_group()
         sys.excepthook(*sys.exc_info())
-        _end(rank, case, 1)  # here, as the error keeps alive what it does in a program
+        _end(rank, case, 1)  # inside except, where the error keeps objects alive, as in a program
     _end(rank, case, 0)
 
 
 def _end(rank: Rank, case: Case, code: int) -> NoReturn:
-    if case.needs_links:  # the counter of this host alone
+    if case.needs_links:  # so that the counter is this host's alone
         rank.pipe.send(("retransmitted", _retransmitted()))
     ctypes.pythonapi.Py_Exit(code)
     raise AssertionError("the process has ended")
 
 
 def _payload_bytes(world: int) -> int:
-    """The bytes of the factors P, or q, that a rank sends in a step: its own, and others' on."""
+    """The bytes of P, or Q, that a process sends in a step: its own and those it forwards."""
     return (world - 1) * LAYERS * WIDTH * 16
 
 
 def _arm(killer: Killer, world: int, model: Any, optimizer: Any) -> None:
-    """Prepares the death in the step that follows."""
+    """Prepares the kill in the next step."""
     killer.at("before its forward pass")
     payload = _payload_bytes(world)  # TCP and biases add a quarter
     killer.after_bytes("while P is on its way", payload // 2)
     killer.after_bytes("while q is on its way", payload * 19 // 10)
-    # The buckets of later layers are on their way when this gradient is there.
+    # The buckets of later layers are in flight when this gradient is ready.
     for stage in ("in backward, between buckets", EXACT):
         killer.hook(stage, model[1].weight.register_hook)
     killer.hook("in optimizer.step", optimizer.register_step_pre_hook)
 
 
 def _checkpoint(killer: Killer, ddp: Any, compression: tp.Compression | None) -> None:
-    """Lets all ranks take a checkpoint, in which one dies."""
+    """Takes a checkpoint on all ranks, during which one is killed."""
     killer.after_bytes(IN_STATE_DICT, WIDTH * WIDTH)  # a fraction of the residual
     if compression is not None:
         compression.state_dict()
     else:
-        ddp.state_dict()  # which is not collective
+        ddp.state_dict()  # not a collective call
         killer.at(IN_STATE_DICT)
         dist.barrier()
 
@@ -101,7 +101,7 @@ def _join_group(rank: Rank, case: Case, method: str, timeout: float, killer: Kil
 
 
 def _meet(store: dist.TCPStore, world: int, timeout: float) -> None:
-    """Waits until all ranks have come to the store, as torchrun's do."""
+    """Waits until all ranks have joined the store, as under torchrun."""
     store.add("joined", 1)
     deadline = time.monotonic() + timeout
     while (joined := store.add("joined", 0)) < world:
@@ -133,7 +133,7 @@ def _train(rank: Rank, case: Case, method: str, timeout: float, killer: Killer) 
     for step in range(case.steps):
         if step == case.fault_step:
             if case.slowed:
-                rank.pipe.recv()  # the word that the links are slow
+                rank.pipe.recv()  # the message that the links are slow
             _arm(killer, rank.world, ddp.module, optimizer)
             if case.stage == IN_STATE_DICT:
                 _checkpoint(killer, ddp, compression)
@@ -149,7 +149,7 @@ def _train(rank: Rank, case: Case, method: str, timeout: float, killer: Killer) 
 
 
 def _retransmitted() -> int:
-    """The TCP segments that this host has sent again."""
+    """The TCP segments that this host has retransmitted."""
     lines = Path("/proc/self/net/snmp").read_text().splitlines()
     names, values = (line.split() for line in lines if line.startswith("Tcp:"))
     return int(values[names.index("RetransSegs")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One trial: starts the ranks, lets the fault happen, and judges how each rank ends."""
+"""One trial: starts the processes, causes the fault, and judges how each process ends."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from report import Record
 from reliability.cases import DROPPED_RATE, FAULT_STEP, RATE, SLOW_RATE, TIMEOUT, Case
 from reliability.training import train
 
-GRACE = 15.0  # seconds that an error may take beyond the time-out
-LIMIT = 240.0  # seconds after which ranks hang that should have finished
-# Words of errors that name what happened: a peer has gone, or did not answer in time.
+GRACE = 15.0  # seconds that an error may take beyond the timeout
+LIMIT = 240.0  # seconds after which processes count as hung
+# Words of errors that name a cause: a peer is gone, or did not answer in time.
 _CAUSES = re.compile(
     r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|timed? ?out|timeout"
     r"|within \d+ seconds|rank \d+ has|remote (process|peer)|not reachable",
@@ -33,14 +33,14 @@ _CAUSES = re.compile(
 
 @dataclass
 class End:
-    """What a rank has told, and its end."""
+    """What a process has reported, and how it ended."""
 
-    exitcode: int | None = None  # None: it was ended, as it hung
+    exitcode: int | None = None  # None: it hung and was killed
     digests: list[str] = field(default_factory=list)  # of the parameters after each step
     error: str = ""
-    retransmitted: int = 0  # TCP segments that its host has sent again
+    retransmitted: int = 0  # TCP segments that its host has retransmitted
     error_time: float | None = None
-    fault_time: float | None = None  # when it ended itself
+    fault_time: float | None = None  # when it killed itself
     end_time: float | None = None
 
 
@@ -50,9 +50,9 @@ class Trial:
     Args:
         case: the fault.
         method: "plain" or "ours".
-        reference: digests of an undisturbed run. Without them all that ranks end with is right.
-        timeout: the seconds of the group's time-out.
-        logs: the folder for the output of ranks that hang or end wrongly.
+        reference: digests of an undisturbed run. Without them, any parameters are right.
+        timeout: the group's timeout in seconds.
+        logs: the folder for the processes' output if the trial fails.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Trial:
             running = ranks.running
             self.orphans = _sessions({p.pid for p in ranks.processes if p not in running})
             for process in running:
-                os.kill(process.pid, signal.SIGUSR1)  # it prints its stacks
+                os.kill(process.pid, signal.SIGUSR1)  # makes it print its stack traces
                 process.join(1)
                 process.kill()
             if self.outcome not in ("right", "error"):
@@ -89,10 +89,11 @@ class Trial:
 
     @property
     def outcome(self) -> str:
-        """right: all went on to the end. error: every living rank names a cause in time.
+        """How the trial ended.
 
-        hung, wrong, unnamed, late, crash or mixed: the fault was not endured as it should be. After
-        an error that names its cause, a rank that crashes ends by a signal.
+        "right": all survivors finished. "error": every survivor named a cause in time. The other
+        outcomes are failures: "hung", "wrong", "unnamed", "late", "mixed", and "crash", which is a
+        signal after an error that names its cause.
         """
         if not all(map(self._is_right, self._living)):
             return "wrong"
@@ -111,7 +112,7 @@ class Trial:
 
     @property
     def seconds_to_error(self) -> list[float]:
-        """The seconds from when each living rank could notice the fault to its error."""
+        """For each survivor, the seconds from when it could notice the fault to its error."""
         found = []
         for number, end in enumerate(self.ends):
             if end.exitcode and end in self._living:
@@ -133,7 +134,7 @@ class Trial:
 
     @property
     def _living(self) -> list[End]:
-        """The ends of the ranks that do not end themselves."""
+        """The survivors: the ends of all ranks except one that kills itself."""
         victim = self.case.victim if self.case.kind == "kill" else None
         return [end for number, end in enumerate(self.ends) if number != victim]
 
@@ -149,7 +150,7 @@ class Trial:
         return Hosts(case.world, RATE, case.delay_ms, case.link)
 
     def _disturb(self, place: Hosts | int) -> None:
-        """Lets the fault happen, once the victim has come to its step."""
+        """Causes the fault once the victim has reached the step."""
         case, victim = self.case, self.ends[self.case.victim]
         if case.kind == "kill":
             if isinstance(place, Hosts):
@@ -170,7 +171,7 @@ class Trial:
             end()
 
     def _switches(self, network: Hosts) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The beginning and the end of a fault that lasts."""
+        """Functions that begin and end a lasting fault."""
         victim = self.case.victim
         if self.case.kind == "cut":
             return partial(network.cut, victim), partial(network.mend, victim)
@@ -181,12 +182,12 @@ class Trial:
         return partial(set_rate, victim, DROPPED_RATE), partial(set_rate, victim, RATE)
 
     def _listen(self, until: Callable[[], bool]) -> None:
-        """Notes what the ranks tell and how they end, until this or the trial takes too long."""
+        """Collects reports and exit codes, until `until()` is true or the trial takes too long."""
         while True:
             for end, pipe, process in zip(
                 self.ends, self._ranks.pipes, self._ranks.processes, strict=True
             ):
-                exitcode = process.exitcode  # after it, the pipe has all that the rank has told
+                exitcode = process.exitcode  # read first: once set, the pipe holds all reports
                 with suppress(EOFError, OSError):
                     while pipe.poll():
                         self._note(end, *pipe.recv())
@@ -204,13 +205,13 @@ class Trial:
 
 
 def _cause(error: str) -> str:
-    """The words of an error that name what happened."""
+    """The words of an error that name the cause, or an empty string."""
     found = _CAUSES.search(error)
     return found[0] if found else ""
 
 
 def _sessions(leaders: set[int]) -> list[int]:
-    """The processes that live in the session of a process that has ended."""
+    """The processes still running in the session of one that has ended."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures how many messages follow each other in Gloo's collectives and in steps of this project.
+"""Measures how many messages follow one another in Gloo's collectives and in this project's steps.
 
-The hosts are network namespaces, which need root. What a longer delay adds, over how much longer it
-is, is the length of the longest chain of messages.
+Hosts are network namespaces, which need root. The longest chain of messages is the extra time of a
+run with a longer delay, divided by the difference of the delays.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch_powersgd as tp
 from scaling.rank import Model, step
 from scaling.settings import EXACT_STEPS, options_of
 
-DELAYS_MS = (20.0, 60.0)  # with a short one, the processes of many hosts are what is waited for
+DELAYS_MS = (20.0, 60.0)  # with shorter ones, the CPU time of many hosts dominates
 REPEATS = 5
 _LIMIT_SECONDS = 300
-_AHEAD_SECONDS = 1.0  # more than an all-reduce takes
-# The parameters of a bucket. Both payloads of the second have 80 kB, which take two rounds of
-# messages from four ranks on.
+_AHEAD_SECONDS = 1.0  # longer than an all-reduce takes
+# The parameters of a bucket. Both payloads of the second are 80 kB, which takes two rounds of
+# messages on four or more ranks.
 BUCKETS = {"small": [[128, 128]], "80 kB": [[64, 5120], [20480]]}
 COUNTS = (1, 6)  # of buckets
 
@@ -44,7 +44,7 @@ def measure(worlds: Sequence[int]) -> list[dict[str, float]]:
 
 
 def _seconds(world: int, delay_ms: float) -> dict[str, float]:
-    # A payload must not wait for TCP: the first steps open its window, and reno does not pace.
+    # TCP must not delay a payload: the first steps open its window, and reno does not pace.
     with hosts.Hosts(world, None, delay_ms, None, "reno", slow_start_after_idle=0) as cluster:
         found: dict[str, float] = {}
         for part in (collectives, steps):
@@ -54,7 +54,7 @@ def _seconds(world: int, delay_ms: float) -> dict[str, float]:
 
 
 def collectives(rank: ranks.Rank) -> dict[str, float]:
-    """The seconds of Gloo's."""
+    """The seconds of Gloo's collectives."""
     world = rank.world
     one, each = torch.zeros(1), torch.zeros(world)
     out, chunks = torch.zeros(world), list(torch.zeros(world).split(1))
@@ -91,9 +91,9 @@ def _step(bucket: list[list[int]], count: int) -> float:
 
 
 def _timed(run: Callable[[], object]) -> float:
-    """The time of the slowest rank, from an instant at which all begin."""
+    """The time of the slowest rank, when all begin at the same instant."""
     times = []
-    for _ in range(1 + REPEATS):  # the first one makes connections
+    for _ in range(1 + REPEATS):  # the first one connects
         began = _latest(time.monotonic()) + _AHEAD_SECONDS
         time.sleep(max(0.0, began - time.monotonic()))
         run()
@@ -102,7 +102,7 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 def _latest(moment: float) -> float:
-    """The latest moment of any rank. One machine has all hosts, and one clock."""
+    """The latest time of any rank. All hosts are on one machine, with one clock."""
     latest = torch.tensor(moment, dtype=torch.float64)
     dist.all_reduce(latest, dist.ReduceOp.MAX)
     return float(latest)

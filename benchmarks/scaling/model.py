@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A model of the communication of a step in groups of up to 1024 ranks.
+"""Models the communication of a step in groups of up to 1024 processes.
 
-The bytes and schedules are the core's own. The link is made up: there is no such group to measure.
+The bytes and schedules come from the package itself. The link is assumed: there is no group of that
+size to measure.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch_powersgd.tools.footprint import Layout, elements_of, matrices_of
 
 TIMED_WORLDS = (2, 8, 32, 128, 512, 1024)
 TIMED_MODELS = ("100 M", "1 B")
-COUNTED_WORLDS = (64, 256, 1024)  # beside the bytes that are measured
+COUNTED_WORLDS = (64, 256, 1024)  # in addition to those that are measured
 
-# The rounds of messages of a payload. In each a rank sends one to every other rank.
+# The rounds of messages of a payload. In each, a rank sends one message to every other rank.
 ROUNDS = {"one-shot": 1, "two-shot": 2}
 
-# The bytes that Gloo sends besides a payload, to synchronize, for each other rank. They are the
-# most that the part "ranks" has measured: 48 of a message are saved if its receive is posted early.
+# The bytes that Gloo sends to each other rank in addition to a payload, to synchronize: the maximum
+# that the part "ranks" has measured. A message saves 48 of them if its receive is posted early.
 GLOO_BYTES = {"all-reduce": 576, "one-shot": 144, "two-shot": 288}
 
 # The schedule of each payload of a bucket, and the bytes that it makes a rank send.
@@ -36,9 +37,9 @@ class Link:
     """The costs of a rank's messages, in seconds.
 
     Attributes:
-        message: the way of a message to another rank.
-        handling: the processor's work for a message that is sent and one that is received.
-        per_byte: each byte that a rank sends.
+        message: the latency of a message to another rank.
+        handling: the CPU time of sending and receiving a message.
+        per_byte: the time of each byte that a rank sends.
     """
 
     message: float
@@ -48,9 +49,9 @@ class Link:
     def seconds(self, buckets: Sequence[Bucket], world: int) -> float:
         """The seconds of a step.
 
-        An all-reduce is a ring, a chain of 2 (W - 1) messages, and they follow each other. The
-        messages of other payloads are sent straight to all ranks, those of all buckets at once: a
-        step waits for P and Q of the bucket that has the most rounds. "hops" measures it.
+        All-reduces run one after another, each as a ring: a chain of 2 (W - 1) messages. The
+        messages of other payloads go straight to all ranks, for all buckets at once. A step then
+        waits for P and Q of the bucket with the most rounds. The part "hops" measures this.
         """
         payloads = [payload for bucket in buckets for payload in bucket]
         rings = sum(schedule == "all-reduce" for schedule, _ in payloads)
@@ -62,20 +63,20 @@ class Link:
 
 
 def bytes_in_ring(size: int, world_size: int) -> int:
-    """The bytes that leave a rank in an all-reduce of ``size`` bytes."""
+    """The bytes that a rank sends in a ring all-reduce of ``size`` bytes."""
     return 2 * (world_size - 1) * size // world_size
 
 
 def reductions_of(
     layout: Layout, method: str, world: int, dtype: torch.dtype = torch.float32
 ) -> list[Bucket]:
-    """What the reductions of a step send, in payloads.
+    """The payloads that the reductions of a step send.
 
-    torch's hook, whose factors are in float32, all-reduces them, and raw gradients in one more
-    reduction, which this project sends together with P.
+    torch's hook all-reduces factors in float32, and raw gradients in a separate reduction. This
+    project sends those together with P.
     """
     options = options_of(method if method in WIRES else "float32")
-    # A backend that sums, as NCCL does, all-reduces float32.
+    # A backend that sums by itself, such as NCCL, all-reduces float32.
     device = "cuda" if method == "hook" else "cpu"
     found: list[Bucket] = []
     for shapes in layout:
@@ -93,7 +94,7 @@ def bytes_of(
 ) -> tuple[int, list[str]]:
     """The bytes that a rank sends in a compressed step, and the schedules of the payloads.
 
-    Those of Gloo are among them. The headers of TCP come on top.
+    They include Gloo's own bytes, but no TCP headers.
     """
     payloads = [each for bucket in reductions_of(layout, method, world, dtype) for each in bucket]
     schedules = [schedule for schedule, _ in payloads]
@@ -102,7 +103,7 @@ def bytes_of(
 
 
 def predict_run(setting: Setting) -> dict[str, int]:
-    """The prediction of `plan` for a run, and that of the bytes on the wire."""
+    """The prediction of `plan` for a run, and the predicted bytes on the wire."""
     sent, _ = bytes_of(setting.layout, setting.method, setting.world, getattr(torch, setting.dtype))
     footprint = setting.footprint
     return {
@@ -118,7 +119,7 @@ def predict_run(setting: Setting) -> dict[str, int]:
 def predict(
     measured: str, rates: Sequence[float], message_us: float, handling_us: float
 ) -> dict[str, Any]:
-    """The bytes of the model that is measured, and the milliseconds of the larger ones."""
+    """The bytes of the measured model, and the milliseconds of larger ones."""
     return {
         "message_us": message_us,
         "handling_us": handling_us,
@@ -140,7 +141,7 @@ def _sent(model: str, method: str) -> list[int]:
 
 
 def _lines(name: str, link: Link) -> list[dict[str, Any]]:
-    """A line for each method with the buckets of DDP, and for some with all in one bucket."""
+    """A line for each method with DDP's buckets, and for some methods also with a single bucket."""
     wanted: list[tuple[str, int | None]]
     wanted = [(method, None) for method in METHODS if method not in ("hook", "int4")]
     wanted += [(method, ONE_BUCKET) for method in ("plain", "hook", "int8")]

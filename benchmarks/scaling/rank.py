@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One rank of a run: it starts, attaches, takes steps, and counts what that costs.
+"""One process of a run. It starts, attaches, takes steps, and measures what they cost.
 
-The model has parameters and no computation: the gradients are random numbers. Nothing reads or
-writes the parameters, so that the system gives them no memory.
+The model has parameters but computes nothing, and its gradients are random numbers. Nothing reads
+or writes the parameters, so the system gives them no memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from scaling.settings import EXACT_STEPS, RANK, Setting
 
-STEPS = 2  # that are counted
+STEPS = 2  # counted
 _COLLECTIVE_SECONDS = 300
 
 
 class _Drawn(torch.autograd.Function):
-    """A scalar whose gradient by the parameter is random."""
+    """A scalar whose gradient with respect to the parameter is random."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 class Counter:
-    """A file that only counts the bytes that are written to it."""
+    """A file that only counts the bytes written to it."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -67,11 +67,11 @@ class Counter:
         return size
 
     def flush(self) -> None:
-        """Keeps nothing back."""
+        """Does nothing, because there is no buffer."""
 
 
 class Laps:
-    """The seconds, and the processor's seconds, of parts of a run that follow each other."""
+    """The wall-clock and CPU seconds of consecutive parts of a run."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -88,7 +88,7 @@ class Laps:
 
 
 def measure(rank: Rank, setting: Setting, checkpoints: bool) -> dict[str, Any]:
-    """Runs the rank. All of its figures are this rank's own."""
+    """Runs the rank, and returns its own figures."""
     torch.manual_seed(rank.number)
     store = tcp_store(rank.folder, rank.number)
     before, laps = process.touched_memory(), Laps()
@@ -100,21 +100,21 @@ def measure(rank: Rank, setting: Setting, checkpoints: bool) -> dict[str, Any]:
         timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
     ):
         laps.end("init")
-        # The DDP module ends before the group: plain Gloo may hang otherwise.
+        # The DDP module is destroyed before the group, or plain Gloo may hang.
         result = _trained(setting, checkpoints, laps, store.port)
     result["memory_bytes"] -= before
     return result
 
 
 def _trained(setting: Setting, checkpoints: bool, laps: Laps, store_port: int) -> dict[str, Any]:
-    """The figures of a DDP module, which ends with this function."""
+    """The figures of a DDP module, which is destroyed at the end."""
     cap: dict[str, Any] = {} if setting.cap is None else {"bucket_cap_mb": setting.cap}
     model = Model(setting.shapes, getattr(torch, setting.dtype))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False, **cap)
     laps.start()
     compression = _attach(ddp, setting)
     laps.end("attach")
-    for _ in range(2 + EXACT_STEPS):  # two compressed ones, after which receives are posted ahead
+    for _ in range(2 + EXACT_STEPS):  # after two compressed ones, receives are posted ahead
         step(ddp)
     dist.barrier()
     result = {
@@ -150,7 +150,7 @@ def step(ddp: DistributedDataParallel) -> None:
 def _steps(
     ddp: DistributedDataParallel, setting: Setting, compression: tp.Compression | None
 ) -> dict[str, Any]:
-    """The bytes and collectives of a step, and of this project the buckets and stages."""
+    """The bytes and collectives of a step, and for this project the buckets and stages."""
     if compression is not None:
         compression.reset_stats()
     sent = process.bytes_written()
@@ -162,7 +162,7 @@ def _steps(
         stages = [value for name, value in counts["seconds"].items() if "reduce" not in name]
         result["stage_seconds"] = round(sum(stages) / STEPS, 5)
         result["buckets"] = (counts["compressed_calls"] + counts["exact_calls"]) // STEPS
-    if setting.method == "hook":  # torch's profiler can crash on its callbacks
+    if setting.method == "hook":  # torch's profiler can crash in its callbacks
         return result
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         step(ddp)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The runs of bench_scaling.py, and what they need."""
+"""The runs of bench_scaling.py, and what they require."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from torch_powersgd.tools.footprint import (
 )
 
 RANK = 16  # of the matrices
-EXACT_STEPS = 2  # the least that torch's hook takes
+EXACT_STEPS = 2  # the minimum for torch's hook
 WIRES = ("float32", "bfloat16", "int8", "int4")
-METHODS = ("plain", "hook", *WIRES)  # a wire is this project with it
+METHODS = ("plain", "hook", *WIRES)  # a wire dtype stands for this project with it
 TITLES = {
     "plain": "plain all-reduce",
     "hook": "torch's PowerSGD hook, one bucket",
     **{wire: f"ours, {wire}" for wire in WIRES},
 }
 ONE_BUCKET = 1 << 20  # MiB
-_PROCESS_BYTES = 200 << 20  # that a rank has of its own besides
+_PROCESS_BYTES = 200 << 20  # that a process needs in any case
 _SPARE_BYTES = 2 << 30
 
-# GPTs, from which only the shapes are taken.
+# GPTs. Only their shapes are used.
 MODELS = {
     "tiny": gpt(1, 96, 64, 64, bias=False),
     "1 M": gpt(3, 160, 128, 128, bias=False),
@@ -50,8 +50,8 @@ class Setting:
         part: the part of the benchmark: "ranks", "parameters" or "buckets".
         world: the number of ranks.
         model: the name of the model.
-        method: the way to average.
-        cap: DDP's bucket_cap_mb. None is DDP's default.
+        method: the averaging method.
+        cap: DDP's bucket_cap_mb; None: DDP's default.
         dtype: the dtype of the parameters.
     """
 
@@ -82,12 +82,12 @@ class Setting:
 
     @property
     def footprint(self) -> Footprint:
-        """The prediction of `plan`. For torch's hook it is that of plain."""
+        """The prediction of `plan`. For torch's hook, that of a plain all-reduce."""
         dtype = getattr(torch, self.dtype)
         return footprint_of(self.layout, self.options, dtype, self.world)
 
     def needs(self) -> int:
-        """The bytes of memory that all ranks take together. Parameters take none (rank.py)."""
+        """The bytes of memory that all ranks need together. Parameters need none (rank.py)."""
         footprint, largest = self.footprint, max(map(elements_of, self.layout))
         gradients = footprint.gradient_bytes
         hook = 2 * gradients if self.method == "hook" else 0
@@ -95,7 +95,7 @@ class Setting:
         return self.world * of_rank + _SPARE_BYTES
 
     def state_bytes(self) -> int:
-        """The bytes of a rank's checkpoint, nearly."""
+        """The approximate bytes of a rank's checkpoint."""
         return self.footprint.residual_bytes + self.footprint.factor_bytes
 
 
@@ -106,7 +106,7 @@ def options_of(wire: str) -> tp.Options:
 
 
 def layout_of(model: str, cap: int | None, dtype: str = "float32") -> Layout:
-    """DDP's buckets. A cap that is named also holds for the first bucket."""
+    """DDP's buckets. An explicit cap also applies to the first bucket."""
     limits = BUCKET_BYTES if cap is None else [cap << 20]
     shapes = [list(shape) for shape in MODELS[model]]
     return buckets_of(shapes, getattr(torch, dtype), limits)

@@ -43,7 +43,7 @@ def collectives(record: Record) -> Table:
 
 
 def process(record: Record) -> Table:
-    """The rest of a rank's costs, by the number of ranks: plain / int8."""
+    """The other costs of a rank, by the number of ranks: plain / int8."""
     headings = ["ranks", "sockets", "threads", "store, kB", "memory beyond plain, MB"]
     headings += ["checkpoint, MB", "init and attach, processor ms", "init and attach, s"]
     rows = []
@@ -106,7 +106,7 @@ def buckets(record: Record) -> Table:
 
 
 def chains(record: Record) -> Table:
-    """The messages that follow each other, by the number of ranks."""
+    """The longest chains of messages, by the number of ranks."""
     found = record.get("hops", [])
     names = [name for name in (found[0] if found else ()) if name != "world"]
     return ["ranks", *names], [
@@ -175,12 +175,12 @@ def _pairs(record: Record, part: str) -> list[tuple[Run, Run]]:
 
 
 def _measured(run: Run, name: str, unit: float) -> str:
-    """A measured figure, and how many times the predicted one it is."""
+    """A measured figure, and its ratio to the predicted one."""
     return f"{run[name] / unit:,.0f} ({run[name] / run['predicted'][name]:.3f})"
 
 
 def _beyond(ours: Run, plain: Run) -> str:
-    """The memory beyond plain's, and how many times the predicted memory it is."""
+    """The memory beyond plain's, and its ratio to the predicted memory."""
     more = ours["memory_bytes"] - plain["memory_bytes"]
     return f"{_mb(more)} ({more / ours['predicted']['memory_bytes']:.3f})"
 

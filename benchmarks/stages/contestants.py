@@ -35,7 +35,7 @@ class Ours:
         self.step = 0
 
     def run(self, gradients: list[torch.Tensor], clock: Clock | None = None) -> dict[str, Any]:
-        """Runs one step. With a clock it returns the marks before and after every stage."""
+        """Runs one step. With a clock, returns the marks before and after every stage."""
         marks: dict[str, Any] = {stage: [] for stage in STAGES}
         for compressor, gradient in zip(self.buckets, gradients, strict=True):
             for stage in STAGES:

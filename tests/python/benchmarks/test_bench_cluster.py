@@ -39,13 +39,16 @@ def test_a_rate_is_read_as_tc_does(rate: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rates", "fast"], "a rate is a number and kbit, mbit or gbit (1gbit), got 'fast'"),
+        (
+            ["--rates", "fast"],
+            "expected a number and kbit, mbit or gbit, such as 1gbit, got 'fast'",
+        ),
         (["--rates", "0mbit"], "got '0mbit'"),
-        (["--delays", "soon"], "--delays: milliseconds of at least 0, got 'soon'"),
-        (["--ranks", "1"], "--ranks: an integer of at least 2, got '1'"),
-        (["--steps", "many"], "--steps: an integer of at least 2, got 'many'"),
+        (["--delays", "soon"], "--delays: expected milliseconds of at least 0, got 'soon'"),
+        (["--ranks", "1"], "--ranks: expected an integer of at least 2, got '1'"),
+        (["--steps", "many"], "--steps: expected an integer of at least 2, got 'many'"),
         (["--methods", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
-        (["--methods", "plain:4"], "plain has no rank, got 'plain:4'"),
+        (["--methods", "plain:4"], "plain has no matrix rank, got 'plain:4'"),
         (["--methods", "bf16-wire:8,0"], "integers of at least 1, got 'bf16-wire:8,0'"),
         (["--methods", "bf16-wire:"], "integers of at least 1, got 'bf16-wire:'"),
     ],

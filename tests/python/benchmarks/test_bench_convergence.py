@@ -125,8 +125,8 @@ def test_a_method_takes_options() -> None:
         ("plain+rank=4", "plain has no options"),
         ("int8-wire+check_every", "OPTION=VALUE, got 'check_every'"),
         ("int8-wire+noise=0.1", "a field of Options or bucket_cap_mb, got 'noise'"),
-        ("local-sgd+steps=3", "a setting of local-sgd, got 'steps'"),
-        ("torchft+sync_every=10", "a setting of torchft, got 'sync_every'"),
+        ("local-sgd+steps=3", "'steps' is not a setting of local-sgd"),
+        ("torchft+sync_every=10", "'sync_every' is not a setting of torchft"),
     ],
 )
 def test_a_bad_option_of_a_method_is_named(name: str, message: str) -> None:

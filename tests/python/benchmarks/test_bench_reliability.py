@@ -244,9 +244,9 @@ def test_growth_and_differences_are_problems() -> None:
 
     assert spoiled(1, parameters="b") == ["the ranks' parameters differ"]
     growing = _flat([10**6 + 200 * step for step in range(8)])
-    assert spoiled(1, **growing) == ["ours steps, rank 1: memory grows by 200 bytes each"]
+    assert spoiled(1, **growing) == ["ours steps, rank 1: memory grows by 200 bytes per step"]
     leaking = _flat([10**6] * 8, files=range(9, 17))
-    assert spoiled(0, **leaking) == ["ours steps, rank 0: 16 files after 13"]
+    assert spoiled(0, **leaking) == ["ours steps, rank 0: files grow from 13 to 16"]
     for error in (1e-4, float("nan")):
         lost = {"float32 factors": [1, error]}
         assert spoiled(0, turns=lost) == [f"float32 factors: the sums differ by {error:.1e}"]
