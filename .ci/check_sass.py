@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks the machine code of the CUDA kernels for what no test without a GPU can see.
+"""Checks the machine code of the CUDA kernels for faults that tests without a GPU cannot find.
 
     cuobjdump -sass -arch sm_90 *.o | c++filt | python .ci/check_sass.py
 
-Each check is a function below. The exit status is 1 if one finds a fault.
+Each check is a function below. The exit status is 1 if any finds a fault.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 
 from sass import Instruction, Kernel, read
 
-FIRST_LOAD_OF_G = 120  # project starts to load the gradient by this instruction
-# The number of addresses from which back_project reads its tables, its tile's and its matrix's. The
-# threads of begin_work each copy one word of these, and also read the tile's first word.
+FIRST_LOAD_OF_G = 120  # project must start loading the gradient by this instruction
+# The number of addresses from which back_project reads the tables of its tile and its matrix. Each
+# thread of begin_work copies one word of these, and also reads the tile's first word.
 TABLES = {"back_project": 2, "back_project_bfloat16": 3}
-# Blocks take a ticket before they have written anything, and the last one begins the next launch:
-# neither needs a fence.
+# Counts without a fence: blocks take a ticket before they write anything, and the last block begins
+# the next launch.
 TICKETS = {"orthogonalize": 2, "reconstruct": 2}
 LOADED_ROWS = 4  # kLoadedRows in form_m.cuh
 BATCH = {8: 8, 16: 8}  # kBatch in back_project.cu, by the rank; 4 at other ranks
@@ -28,7 +28,7 @@ WIDTH = {"float": 128, "u16": 64}  # bits of four elements
 
 
 def next_event(kernel: Kernel, i: int, *names: str) -> Instruction | None:
-    """The next instruction of these names, in the order of addresses."""
+    """The next instruction with one of these names, in address order."""
     return next((each for each in kernel.code[i + 1 :] if each.name in names), None)
 
 
@@ -51,12 +51,12 @@ def is_fenced(kernel: Kernel, i: int) -> bool:
 
 
 def of_any_rank(kernel: Kernel) -> bool:
-    """True for the kernels of ranks above 32, and of any rank in double."""
+    """True for the kernels that serve matrix ranks above 32, or any matrix rank in double."""
     return "double" in kernel.arguments or bool({"Way 0", "true"} & set(kernel.arguments[1:2]))
 
 
 def constant_loads(kernel: Kernel) -> Iterator[str]:
-    """Kernels of one chain write what others read. The read-only path may return stale values."""
+    """Kernels read what others in their chain write: the read-only path may return stale values."""
     for i in kernel.numbers(r".*\.CONSTANT\b"):
         yield f"{kernel.code[i]}: a load by the read-only path"
 
@@ -64,7 +64,7 @@ def constant_loads(kernel: Kernel) -> Iterator[str]:
 def early_accesses(kernel: Kernel) -> Iterator[str]:
     """Before it waits for orthogonalize, back_project may load its tables and M.
 
-    Loads of M have an eviction policy. Early ones load no more than the loops do at a time.
+    Loads of M have an eviction policy. Early loads load no more than the loops do at a time.
     """
     waits = bool(kernel.numbers("ACQBULK"))
     if kernel.family in TABLES and not waits:
@@ -94,7 +94,7 @@ def stale_acquires(kernel: Kernel) -> Iterator[str]:
     """An acquire load is followed by an L1 invalidation. Spin loops load with acquire."""
     acquires = [i for i, each in enumerate(kernel.code) if is_acquire(each)]
     if kernel.family in TICKETS and not acquires:
-        yield "it waits for no other block"
+        yield "it never waits for another block"
     for i in acquires:
         after = next((e for e in kernel.code[i + 1 :] if e.loads or e.name in EVENTS), None)
         if after is None or after.opcode != "CCTL.IVALL":
@@ -109,9 +109,9 @@ EVENTS = {"CCTL", "BAR", "BRA", "EXIT"}
 
 
 def unfenced_posts(kernel: Kernel) -> Iterator[str]:
-    """A fence precedes each count that announces a result to other blocks, and follows an arrival.
+    """A fence precedes each count that posts a result to other blocks, and follows each arrival.
 
-    An arrival uses the value before its count; a post does not.
+    A count is an atomic. An arrival uses the value that it returns; a post does not.
     """
     counts = [i for i, each in enumerate(kernel.code) if is_counting(each)]
     bare = [i for i in counts if not is_fenced(kernel, i)]
@@ -145,7 +145,7 @@ def vectors(kernel: Kernel) -> dict[str, int]:
 
 
 def vectors_of_loops(kernel: Kernel) -> dict[str, int]:
-    """The most accesses of each expected kind that one loop has."""
+    """The maximum number of accesses of each expected kind in one loop."""
     wanted = vectors(kernel)
     loops = kernel.loops() if wanted else []
     most = {}
@@ -177,7 +177,7 @@ def local_accesses(kernel: Kernel) -> Iterator[str]:
 def early_triggers(kernel: Kernel) -> Iterator[str]:
     """orthogonalize lets back_project start only after its own wait for the Gram matrices.
 
-    Blocks that only wait would take the room of other kernels.
+    Otherwise waiting blocks would occupy the place of other kernels.
     """
     if kernel.family != "orthogonalize":
         return
@@ -199,7 +199,7 @@ def first_load(kernel: Kernel) -> int | None:
 
 
 def long_prologues(kernel: Kernel) -> Iterator[str]:
-    """project starts to load the gradient early."""
+    """project starts loading the gradient early."""
     if kernel.family != "project" or of_any_rank(kernel):
         return
     first = first_load(kernel)
@@ -258,7 +258,7 @@ def show(kernels: list[Kernel]) -> None:
 def main() -> None:
     kernels = read(sys.stdin)
     if not kernels:
-        sys.exit("there is no machine code in the input")
+        sys.exit("no machine code in the input")
     show(kernels)
     faults = 0
     for check in CHECKS:

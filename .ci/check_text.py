@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks the words of all text files, and the lengths of the lines of Markdown and C++.
+"""Checks the wording of all text files, and the line lengths of Markdown and C++.
 
     python .ci/check_text.py [FILE ...]        default: all files that git tracks
 
@@ -43,8 +43,8 @@ class Rule:
     Attributes:
         pattern: the expression that finds them.
         remedy: the better words.
-        where: the paths of the files that the rule is for.
-        apart: the paths of the files that it excludes.
+        where: the paths that the rule applies to.
+        apart: the paths that it excludes.
     """
 
     pattern: str

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Against a torch with CUDA, the oldest release that is supported: builds, links and imports the
-# extension, without a GPU, and runs the Python tests that depend on torch. torch, with the libraries
-# that it brings 5 GB, goes into an environment that is kept between runs. Where it cannot be had (no
-# network, no room) this says so and is not a failure. Needs nvcc.
+# Builds, links and imports the extension against a torch with CUDA, by default the oldest supported
+# release, and runs the Python tests that depend on torch. It needs nvcc but no GPU. torch and its
+# libraries, 5 GB, go into an environment that is kept between runs. If they cannot be installed (no
+# network, no space), this prints NOT CHECKED and is not a failure.
 #
 #   .ci/cuda_torch.sh        CUDA_TORCH=torch==2.11.0   CUDA_ENV=~/.cache/torch-powersgd/<CUDA_TORCH>
 set -euo pipefail
@@ -33,8 +33,8 @@ fi
 "$python" -c 'import torch; assert torch.version.cuda, f"{torch.__version__} has no CUDA"'
 
 CUDA_HOME=$(.ci/cuda_home)
-# A copy: the objects of the other torch stay as they are. One architecture: nvcc_report.sh compiles
-# the kernels for all of them.
+# Builds in a copy, to keep the objects for the other torch, and for one architecture, because
+# nvcc_report.sh compiles the kernels for all of them.
 cp -r setup.py setup_support pyproject.toml LICENSE README.md csrc docs include python tests "$tree"
 rm -f "$tree"/python/torch_powersgd/_C*.so
 cd "$tree"
@@ -54,7 +54,7 @@ assert _C.has_kernels("cuda") and _C.has_kernels("cpu")
 print("built, linked and imported against torch", torch.__version__, "without a GPU")
 CHECK
 
-# The folders that depend on torch, without the tests that take long and do not.
+# The folders that depend on torch, without slow tests that do not.
 cd tests/python
 "$python" -m pytest -q -n "${JOBS:-2}" \
   backend training torch_features hostile other_suites tools/test_advise_command.py \

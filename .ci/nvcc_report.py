@@ -3,9 +3,9 @@
 
     c++filt <log | python .ci/nvcc_report.py
 
-Symbols are read as c++filt writes them. The exit status is 1 if a float kernel spills on one of the
-architectures that the kernels are tuned to. Double-precision kernels may spill, because they are
-there to be exact.
+The input must be demangled by c++filt. The exit status is 1 if a float kernel spills on one of the
+architectures that the kernels are tuned for. Double-precision kernels may spill: they only serve
+accuracy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME_WIDTH = 60
 
 @dataclass(frozen=True)
 class Limits:
-    """A multiprocessor's limits. Shared memory is in KB; each block loses ``reserved`` of it."""
+    """A multiprocessor's limits. Shared memory is in KB, of which each block loses ``reserved``."""
 
     warps: int
     blocks: int
@@ -50,11 +50,11 @@ LIMITS = {
 class Kernel:
     registers: int  # of a thread
     stack: int  # bytes of a thread
-    spilled: int  # bytes that a thread stores and loads
-    shared: int  # bytes of a block, without those that the launch asks for
+    spilled: int  # bytes that a thread stores and reloads
+    shared: int  # static bytes of a block
 
     def warps(self, limits: Limits) -> int:
-        """The warps that a multiprocessor holds at once."""
+        """The number of warps that are resident on a multiprocessor."""
         of_a_warp = -(-self.registers * 32 // 256) * 256
         by_registers = 4 * (REGISTERS // of_a_warp) // WARPS_OF_A_BLOCK
         static = self.shared / 1024 + limits.reserved
@@ -64,7 +64,7 @@ class Kernel:
 
 
 def room(warps: int, limits: Limits) -> int:
-    """The KB of shared memory that a block may ask for while this many warps stay resident."""
+    """The KB of shared memory that a block may request while this many warps stay resident."""
     blocks = warps // WARPS_OF_A_BLOCK
     return min(limits.shared // blocks - limits.reserved, limits.shared_of_a_block)
 
@@ -120,14 +120,14 @@ def show(kernels: dict[tuple[str, int], Kernel]) -> list[str]:
     for architecture, counts in resident.items():
         limits = LIMITS[architecture]
         rooms = ", ".join(f"{w}: {room(w, limits)} KB" for w in sorted(counts) if w)
-        print(f"sm_{architecture}: so many warps leave a block of dynamic shared memory: {rooms}")
+        print(f"sm_{architecture}: dynamic shared memory per block, by resident warps: {rooms}")
     return bad
 
 
 def main() -> None:
     kernels = read(sys.stdin)
     if not kernels:
-        sys.exit("there is no kernel in the input")
+        sys.exit("no kernel in the input")
     if bad := show(kernels):
         sys.exit(f"float kernels spill: {', '.join(bad)}")
 

@@ -1,11 +1,11 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Compiles the CUDA kernels for the architectures that they are tuned to, or for those given. Prints
-# what each kernel takes and how many of its warps a multiprocessor holds. Fails if a float kernel
-# spills on one that they are tuned to. Then checks the machine code for architecture 90, with
-# cuobjdump and nvdisasm. Where these cannot be had this says so and is not a failure. Needs nvcc, no
-# GPU.
+# Compiles the CUDA kernels for the architectures that they are tuned for, or for those given. Prints
+# each kernel's resources and how many of its warps fit on a multiprocessor. Fails if a float kernel
+# spills on an architecture that it is tuned for. Then checks the machine code for architecture 90
+# with cuobjdump and nvdisasm. If these cannot be installed, this prints NOT CHECKED and is not a
+# failure. It needs nvcc but no GPU.
 #
 #   .ci/nvcc_report.sh [architecture ...]        e.g. .ci/nvcc_report.sh 75 120      JOBS=2
 set -eu
@@ -19,7 +19,7 @@ for architecture in $architectures; do
   flags="$flags -gencode=arch=compute_$architecture,code=sm_$architecture"
 done
 export flags out
-# Each source has a log of its own, as the compilers run side by side, the largest first.
+# Compilers run in parallel, the largest source first. Each source has its own log.
 # shellcheck disable=SC2016
 ls -S csrc/kernels/cuda/*.cu | xargs -P "${JOBS:-2}" -I{} sh -c '
   name=$(basename "$1" .cu)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reads the machine code of kernels, as ``cuobjdump -sass`` and then ``c++filt`` write it."""
+"""Parses the machine code of kernels, as printed by ``cuobjdump -sass`` through ``c++filt``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Instruction:
 
     @property
     def loads(self) -> bool:
-        """True if it reads global memory, or may do so."""
+        """True if it may read global memory."""
         return self.name in {"LDG", "LD", "LDGSTS"}
 
     @property
@@ -80,16 +80,16 @@ class Kernel:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of the template."""
+        """The template arguments."""
         return self.name.partition("<")[2].removesuffix(">").split(", ")
 
     @property
     def rank(self) -> int:
-        """The rank that it serves, 0 if its template has none."""
+        """The matrix rank that it serves, or 0 if its template has none."""
         return int(self.arguments[0]) if self.arguments[0].isdigit() else 0
 
     def numbers(self, *patterns: str) -> list[int]:
-        """The numbers of the instructions whose opcode begins with one of these."""
+        """The indices of the instructions whose opcode begins with one of these."""
         found = re.compile("|".join(patterns))
         return [i for i, each in enumerate(self.code) if found.match(each.opcode)]
 
@@ -97,7 +97,7 @@ class Kernel:
         return next(iter(self.numbers(*patterns)), None)
 
     def before(self, opcode: str) -> list[int]:
-        """The numbers of the instructions that may run before any of this opcode has."""
+        """The indices of the instructions that may run before any with this opcode has run."""
         number_of = {each.address: i for i, each in enumerate(self.code)}
         seen: set[int] = set()
         to_visit = [0]
@@ -114,7 +114,7 @@ class Kernel:
         return sorted(seen)
 
     def loops(self) -> list[range]:
-        """The numbers of the instructions of each loop, the shortest loop first."""
+        """The indices of the instructions of each loop, the shortest loop first."""
         number_of = {each.address: i for i, each in enumerate(self.code)}
         found = []
         for i, each in enumerate(self.code):
@@ -128,7 +128,7 @@ class Kernel:
         address = re.search(r"\[(\w+[\w.+]*?)(?:\+-?0x[0-9a-f]+)?\]$", self.code[i].operands)
         assert address is not None, self.code[i]
         names = {int(number) for number in _REGISTER.findall(address[1])}
-        names |= {number + 1 for number in names}  # an address takes two registers
+        names |= {number + 1 for number in names}  # an address is a pair of registers
         written = (j for j in range(i - 1, -1, -1) if names & set(self.code[j].result))
         return address[1], next(written, -1)
 

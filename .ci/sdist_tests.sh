@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Installs the package from its sdist, in an environment of its own that has the torch of TORCH, and
-# runs the quick tests that the sdist brings.
+# Installs the package from its sdist into a new environment with the torch named by TORCH, and runs
+# the sdist's quick tests.
 #
 #   .ci/sdist_tests.sh        TORCH=torch==2.13.0
 set -euo pipefail
@@ -19,6 +19,6 @@ pip=("$python" -m pip --disable-pip-version-check install --quiet)
 "${pip[@]}" --no-build-isolation "$folder"/dist/*.tar.gz
 tar -xzf "$folder"/dist/*.tar.gz -C "$folder"
 cd "$folder"/torch_powersgd-*
-# The installed package is tested, not that of the folder.
+# Test the installed package, not the one in the folder.
 rm -r python
 "$python" -m pytest -q tests/python/{backend,options,stats,training}

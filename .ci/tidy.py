@@ -3,9 +3,9 @@
 
     python .ci/tidy.py [JOBS]        default: 2 processes at a time
 
-Most of the time goes to torch's headers, so the sources of a folder are checked as one: no two may
-use the same name for different things. What has passed is checked again only after a source, a
-header or a check changes.
+Most of the time goes to torch's headers, so the sources of a folder are checked as one file: no two
+may use the same name for different things. A folder that has passed is checked again only after a
+source, a header or a check changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from setup_support.together import WITH_TORCH, include_all  # noqa: E402
 
 BUILD = ROOT / "build" / "tidy"
 WITHOUT_TORCH = ("kernels", "plan", "ports")
-# The macros that setup.py, and torch's part of it, define.
+# The macros that setup.py and torch's build extension define.
 MACROS = {
     "POWERSGD_TORCH_VERSION": '"0"',
     "POWERSGD_KERNELS_VERSION": '"0"',
@@ -43,7 +43,7 @@ def sources(folder: str) -> list[Path]:
 
 
 def flags() -> list[str]:
-    """The flags of the compiler."""
+    """The compiler flags."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("clang-tidy needs the headers of torch, which is not installed")
@@ -61,7 +61,7 @@ def flags() -> list[str]:
 
 
 def fingerprint(files: Iterable[Path], arguments: list[str]) -> str:
-    """A digest of everything that the result of a check depends on, except torch itself."""
+    """A digest of everything that a check depends on, except torch itself."""
     folders = [ROOT / folder for folder in ("include", "csrc")]
     headers = [
         f for folder in folders for suffix in ("h", "inl") for f in folder.rglob(f"*.{suffix}")
@@ -73,7 +73,7 @@ def fingerprint(files: Iterable[Path], arguments: list[str]) -> str:
 
 
 def check(name: str, files: list[Path]) -> str:
-    """Checks sources as one. Returns the findings, or an empty text if there are none."""
+    """Checks sources as one file. Returns the findings, or an empty string if there are none."""
     passed = BUILD / f"{name}.passed"
     arguments = flags()
     print_of_inputs = fingerprint(files, arguments)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Makes the indexes that pip installs wheels from (PEP 503).
+"""Makes package indexes for pip (PEP 503) from links to wheels.
 
     python .ci/wheel_index.py FOLDER < LINKS
 
-LINKS has a link to a wheel on each line, .../NAME.whl#sha256=HASH. The wheels stay where they are.
+LINKS has one link to a wheel per line, .../NAME.whl#sha256=HASH. The wheels stay where they are.
 
-pip takes the highest version of an index and replaces the installed torch if that version requires
-another one. So the wheels of one torch and device have an index of their own. torch.__version__
-tells which: 2.13.0+cu130 uses the one in FOLDER/torch2.13.0/cu130. On ARM, torch is built for CUDA
-by default and this package only for CPUs, so the indexes of CUDA list those wheels as well.
+pip picks the highest version in an index, and replaces the installed torch if that version requires
+another one. So each torch version and device has its own index, which torch.__version__ names:
+2.13.0+cu130 uses FOLDER/torch2.13.0/cu130. On ARM, torch is built for CUDA by default but this
+package only for CPUs, so the CUDA indexes also list the CPU wheels for ARM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LINK = re.compile(
 
 
 def make_indexes(folder: Path, links: Iterable[str]) -> None:
-    """Writes a page for each torch and device, and the pages that lead there, to `folder`."""
+    """Writes to `folder` a page for each torch version and device, and pages that link to it."""
     wheels: dict[str, re.Match[str]] = {}
     for link in links:
         match = _LINK.fullmatch(unquote(link))

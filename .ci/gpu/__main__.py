@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds, tests and measures on a machine with an NVIDIA GPU, in two calls of 8 and 4 minutes.
 
-    python3 .ci/gpu                        the smoke test, all tests, and the time of the stages
+    python3 .ci/gpu                        smoke test, all tests, and times of the stages
     python3 .ci/gpu second                 what failed in the first call, and longer benchmarks
-    python3 .ci/gpu --parts smoke kernels  these parts of the first call again
+    python3 .ci/gpu --parts smoke kernels  repeats these parts of the first call
 
-The parts are run by this Python, which needs torch with CUDA, setuptools >= 77, ninja, numpy and
-pytest. Nothing is downloaded. build/gpu-programs is not built if it comes along, made by `make
-gpu-programs` elsewhere. A part that fails, hangs or lacks something costs that part only. RESULTS
-has two files, renewed every 10 seconds: summary.txt alone says what passed, what failed and the
+This Python runs the parts. It needs torch with CUDA, setuptools >= 77, ninja, numpy and pytest.
+Nothing is downloaded. To save build time, bring build/gpu-programs, made by `make gpu-programs` on
+another machine. If a part fails, hangs or lacks something, the others still run. Two files in
+RESULTS are updated every 10 seconds: summary.txt says what passed and what failed, and has the
 ratios; results.tar.gz has the logs and the JSON.
 """
 
@@ -40,11 +40,11 @@ def parse_arguments() -> argparse.Namespace:
     results = os.environ.get("RESULTS") or BUILD / "results"
     cores = len(os.sched_getaffinity(0))
     add("call", nargs="?", default="first", choices=SECONDS)
-    add("--parts", nargs="+", metavar="PART", help="the parts of the call to run (all)")
-    add("--results", type=Path, default=results, help=f"folder of the results ({results})")
-    add("--jobs", type=int, default=cores, help="compilers of a build at a time (one per core)")
-    add("--seconds", type=int, help="time of the call (480, and 240 of the second)")
-    add("--longest", type=int, default=10**6, help="time of any part, beside its own limit")
+    add("--parts", nargs="+", metavar="PART", help="parts of the call to run (all)")
+    add("--results", type=Path, default=results, help=f"folder for the results ({results})")
+    add("--jobs", type=int, default=cores, help="parallel compilers per build (one per core)")
+    add("--seconds", type=int, help="time limit of the call, in seconds (480; second call: 240)")
+    add("--longest", type=int, default=10**6, help="limit of any part, in seconds")
     arguments = parser.parse_args()
     arguments.seconds = arguments.seconds or SECONDS[arguments.call]
     return arguments
@@ -60,7 +60,7 @@ def query(what: str) -> str:
 
 
 def commit() -> str:
-    """POWERSGD_COMMIT, or git's commit, or that of the programs that were built elsewhere."""
+    """The commit: POWERSGD_COMMIT, or git's, or that of the programs built elsewhere."""
     if named := os.environ.get("POWERSGD_COMMIT"):
         return named
     if shutil.which("git"):
@@ -83,7 +83,7 @@ def versions() -> str:
 
 
 def prepare_environment(jobs: int) -> None:
-    """Sets what all commands share. pip installs ninja next to python."""
+    """Sets the environment of all commands. pip installs ninja next to python."""
     folders = [os.environ["PATH"], "/usr/local/cuda/bin", str(Path(PYTHON).parent)]
     modules = [str(Path("python").resolve()), os.environ.get("PYTHONPATH")]
     os.environ.update(

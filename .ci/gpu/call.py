@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One call: its builds in the background, its parts one after the other, and its results."""
+"""One call: builds run in the background, parts one after another, and results are kept current."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Call:
                 self._write()
 
     def _run(self, pending: list[Part]) -> None:
-        """Runs the parts. The next one is always the first that waits for no build."""
+        """Runs the parts. The next one is always the first that is not waiting for a build."""
         while pending:
             self._take_builds(0)
             ready = next((part for part in pending if self._is_ready(part)), None)
@@ -66,7 +66,7 @@ class Call:
         return not {part.needs, *part.after} & set(self._running.values())
 
     def _take_builds(self, timeout: float | None) -> None:
-        """Reports the builds that have ended, and waits at most ``timeout`` seconds for one."""
+        """Reports finished builds, waiting at most ``timeout`` seconds for one."""
         for build in wait(self._running, timeout, FIRST_COMPLETED).done:
             self._report(self._running.pop(build), build.result())
 

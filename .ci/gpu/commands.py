@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The commands of the parts, by the program that they run."""
+"""The commands of the parts, grouped by the program that they run."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ status=$?
 
 
 def builds(architecture: str) -> list[Part]:
-    """The builds, which start at once and in parallel."""
+    """The builds, which start immediately and run in parallel."""
     words = ["bash", "-c", _BUILD_PROGRAMS, BENCH_KERNELS]
     programs = [Command(words, {"ARCHITECTURE": architecture})]
     return [Part(EXTENSION, 200, _extension), Part(PROGRAMS, 200, programs)]
 
 
 def _extension() -> list[Command]:
-    """No commands if it was made from the current sources. ninja would only compare file times."""
+    """No commands if the sources are unchanged, by content: ninja would only compare file times."""
     made_from = _extension_hash()
     compiled = any(Path("python/torch_powersgd").glob("_C*.so"))
     stamp = _EXTENSION_STAMP
@@ -66,12 +66,12 @@ def _extension_hash() -> str:
 
 
 def suites() -> list[Command]:
-    """A process for each suite of kernels_cuda: an illegal access fails everything after it."""
+    """One process for each suite of kernels_cuda: an illegal access fails everything after it."""
     whole = [KERNELS_CUDA, "--gtest_list_tests"]
     try:
         listed = subprocess.run(whole, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return [Command(whole)]  # whose exit says why
+        return [Command(whole)]  # its exit status says why
     names = [line for line in listed.stdout.split("\n") if line.endswith(".")]
     return [
         Command([KERNELS_CUDA, f"--gtest_filter={name}*"], name=name.strip(".").replace("/", "_"))
@@ -82,13 +82,13 @@ def suites() -> list[Command]:
 def bench_kernels(
     name: str, limit: float, words: str, env: Mapping[str, str] | None = None
 ) -> Part:
-    """It keeps the device busy while the host launches, so a compiler running alongside is fine."""
+    """A part of bench_kernels. Builds may run alongside: launches are queued on a busy device."""
     command = Command([BENCH_KERNELS, *words.split(), "--json", _json(name)], env or {})
     return Part(name, limit, [command], PROGRAMS)
 
 
 def program(name: str, limit: float, words: str, variants: Mapping[str, Mapping[str, str]]) -> Part:
-    """A benchmark in Python, in these environments. No compiler may slow down its launches."""
+    """A Python benchmark in these environments. It waits for builds, which slow its launches."""
     commands = [
         Command([PYTHON, *words.split(), "--json", _json(name + variant)], env, name + variant)
         for variant, env in variants.items()
@@ -102,7 +102,7 @@ def pytest(
     words: Sequence[str],
     variants: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Part:
-    """Tests in Python, in these environments at the same time."""
+    """Python tests, in all of these environments at the same time."""
     shared = ["-m", "pytest", "-v", "--tb=short", "--durations=5", "-p", "no:cacheprovider"]
     commands = [
         Command([PYTHON, *shared, *words], env, variant)
@@ -113,14 +113,14 @@ def pytest(
 
 
 def sanitized(name: str, limit: float, tool: str, words: Sequence[str], needs: str) -> Part:
-    """A command under compute-sanitizer. It waits for the extension, whose tests come first."""
+    """A command under compute-sanitizer. It waits for the extension, whose tests run first."""
     options = ["--tool", tool, "--target-processes", "all", "--error-exitcode", "1"]
     command = Command(["compute-sanitizer", *options, *words])
     return Part(name, limit, [command], needs, after=[EXTENSION])
 
 
 def profiled(name: str, limit: float, kernels: Sequence[str], words: str) -> Part:
-    """A launch of each kernel under ncu, after some that warm up. The clocks stay as they are."""
+    """One launch of each kernel under ncu, after a warm-up. The clocks are not changed."""
     ncu = "ncu --clock-control none --set detailed --kill yes --launch-skip 20 --launch-count 1"
     commands = [
         Command(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How the tests in a log ended. The log may stop anywhere, as after a crash or a hang."""
+"""Reads the outcome of each test from a log, which a crash or a hang may have cut short."""
 
 from __future__ import annotations
 

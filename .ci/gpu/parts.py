@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The parts of the two calls, the most valuable first."""
+"""The parts of the two calls, the most important first."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def first_call() -> list[Part]:
     return [
         Part("kernels", 40, suites, PROGRAMS, at_once=8, tests=outcomes.googletest),
         bench_kernels("kernels-float32", 35, "--kinds float32 --ranks 4 1 16 32"),
-        # Python parts start once the extension is built. Until then, the others go ahead of them.
+        # Python parts start once the extension is built. Until then, the others run.
         pytest("smoke", 120, [SMOKE, "-k", "cuda"]),
         bench_kernels("kernels-products", 25, "--kinds float32 --ranks 16 32 --products bfloat16"),
         bench_kernels("kernels-serial", 20, "--kinds float32 --ranks 4 32", SERIAL),
@@ -67,7 +67,7 @@ def bench_stages() -> Part:
 
 
 def bench_cluster(model: str, limit: float) -> Part:
-    """These methods' processes fit into 80 GB."""
+    """A part of bench_cluster.py, with methods whose processes together fit into 80 GB."""
     words = f"benchmarks/bench_cluster.py --device cuda --models {model} --rounds 2 --steps 4"
     words += " --methods none plain hook:4 attached+bucket_cap_mb=100:4"
     words += f" --logs {LOGS}/bench-cluster"
@@ -88,7 +88,7 @@ def after_smoke(verdict: Verdict, pending: list[Part]) -> list[Part]:
 
 
 def second_call(first: Mapping[str, Verdict]) -> list[Part]:
-    """The tests that failed in the first call come first, then what it had no time for."""
+    """First the tests that failed in the first call, then what it had no time for."""
     left = [part for part in first_call() if first.get(part.name, Verdict("")).no_time]
     gpt2 = "--kinds float32 --models gpt2 --ranks 4"
     parts = [

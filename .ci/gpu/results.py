@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The files of the results. Each is replaced as a whole, so that it is complete at any time."""
+"""Writes the result files. Each is replaced atomically, so it is complete at any time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import tarfile
 from pathlib import Path
 
-MOST_BYTES = 4_000_000  # of a file in the archive; only its end is kept
+MOST_BYTES = 4_000_000  # of a file in the archive; a longer file keeps only its end
 
 
 def replace(file: Path, contents: bytes) -> None:

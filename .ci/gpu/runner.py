@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs commands under time limits: each has a log, and each part of the call a verdict."""
+"""Runs commands under time limits. Each command has a log, and each part of the call a verdict."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from typing import IO
 import outcomes
 
 RESERVE = 8  # seconds at the end of the call, for the summary and the archive
-GRACE = 5  # seconds from the interrupt to the kill: pytest reports, bench_cluster tidies up
+GRACE = 5  # seconds from the interrupt to the kill, for pytest's report and bench_cluster's cleanup
 TIME_LIMIT = "TIME LIMIT"
 NO_TIME = "NO TIME LEFT"  # the call's time is up
-MISSING = 77  # the exit status of a command that lacks something, which its last line names
+MISSING = 77  # exit status if something is missing, which the command's last line names
 
-# A program says this if it cannot work on this machine, which does not count as a failure.
+# Output of programs that cannot run on this machine, which is not a failure.
 CANNOT_RUN = re.compile(
     r"^.*(Device not supported|cannot run here; missing|LibraryNotLoaded|ERR_NVGPUCTRPERM).*$",
     re.MULTILINE,
@@ -48,14 +48,14 @@ class Part:
     needs: str = ""  # the build without which it cannot run
     after: Sequence[str] = ()  # builds that must not run at the same time
     at_once: int = 1
-    tests: Callable[[str], dict[str, str]] = lambda log: {}  # how each test in a log ended
+    tests: Callable[[str], dict[str, str]] = lambda log: {}  # reads the tests' outcomes
 
 
 @dataclass(frozen=True)
 class Verdict:
     text: str  # "ok", or what went wrong in a few words
     seconds: float = 0
-    tests: Mapping[str, str] = field(default_factory=dict)  # how each has ended
+    tests: Mapping[str, str] = field(default_factory=dict)  # the outcome of each
 
     @property
     def ok(self) -> bool:
@@ -81,7 +81,7 @@ def words_of(status: int, log: Path) -> str:
     lines = read(log).split("\n")
     said = CANNOT_RUN.search("\n".join(lines[-40:]))
     if said or status == MISSING:
-        last = next((line for line in reversed(lines) if line.strip()), "it says nothing")
+        last = next((line for line in reversed(lines) if line.strip()), "no output")
         return f"NOT RUN: {said[0] if said else last}"
     if status < 0:
         return f"CRASHED with {signal.Signals(-status).name}"
@@ -93,7 +93,7 @@ def read(log: Path) -> str:
 
 
 class Runner:
-    """Keeps the time of a call, and its logs. Threads may run parts at the same time."""
+    """Enforces the time limit of a call, and keeps its logs. Threads may run parts concurrently."""
 
     def __init__(self, logs: Path, seconds: float, longest: float) -> None:
         self._logs = logs
@@ -140,7 +140,7 @@ class Runner:
                 return f"NOT RUN: there is no {command.words[0]}"
         text = ""
         # A process that ignores the interrupt is killed. One that hangs in a driver survives even
-        # that, and is left behind.
+        # that; give up on it.
         for kind, patience in ((None, limit), (signal.SIGINT, GRACE), (signal.SIGKILL, GRACE)):
             if kind:
                 text = f"{TIME_LIMIT} of {limit:.0f} s"
@@ -148,7 +148,7 @@ class Runner:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
                 break
-        _send(process, signal.SIGKILL)  # the children that it has left behind
+        _send(process, signal.SIGKILL)  # any children it left behind
         self._live.discard(process)
         return text or words_of(process.returncode, log)
 

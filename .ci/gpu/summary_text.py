@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The summary: what passed, what failed, and the ratios, in at most 40 lines."""
+"""Writes the summary: what passed, what failed, and the ratios, in at most 40 lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def summary(title: str, verdicts: Mapping[str, Verdict], output: Path) -> str:
         try:
             lines += ratios(output)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            lines.append(f"no figures of {ratios.__name__}: {error!r}")
+            lines.append(f"no figures from {ratios.__name__}: {error!r}")
     lines = lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], "and more"]
     return "".join(f"{line[:WIDTH].rstrip()}\n" for line in lines)
 
@@ -56,12 +56,12 @@ def _short(test: str) -> str:
 
 
 def _read(output: Path, pattern: str) -> dict[str, Record]:
-    """The records by the names of their files."""
+    """The records, by file name."""
     return {file.stem: json.loads(file.read_text()) for file in sorted(output.glob(pattern))}
 
 
 def _table(heading: str, rows: list[tuple[str, str, float]]) -> list[str]:
-    """A line for each first name, a column for each second."""
+    """A table with a line for each first name and a column for each second name."""
     if not rows:
         return []
     columns = list(dict.fromkeys(column for _, column, _ in rows))

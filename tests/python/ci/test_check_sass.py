@@ -118,7 +118,7 @@ FAULTS = {
     "a wait without an acquire load": _orthogonalize(
         [*ORTHOGONALIZE[:6], "LDG.E.64 R6, desc[UR8][R2.64+0x8]", *ORTHOGONALIZE[7:]]
     ),
-    "it waits for no other block": _orthogonalize([TICKET, *FENCE, POST, "PREEXIT", "EXIT"]),
+    "it never waits for another block": _orthogonalize([TICKET, *FENCE, POST, "PREEXIT", "EXIT"]),
     "a count without a fence before it": _orthogonalize(_without(ORTHOGONALIZE, 11, 12, 13, 14)),
     "an arrival without a fence after it": _code(
         PROJECT_NAME, *PROJECT[:-1], *ARRIVAL, "LDG.E R4, desc[UR6][R2.64]", "EXIT"

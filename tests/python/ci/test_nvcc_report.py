@@ -56,6 +56,6 @@ def test_a_float_kernel_that_spills_is_found(capsys: pytest.CaptureFixture[str])
         "project_kernel<4, Way 1, u16> 24 / 80 / 8 / 0",
         "solve_kernel<32, double> 8 / 255 / 8 / 8",
         "solve_kernel<32, float> 8 / 255 / 8 / 8",
-        "sm_80: so many warps leave a block of dynamic shared memory: "
+        "sm_80: dynamic shared memory per block, by resident warps: "
         "8: 163 KB, 24: 53 KB, 32: 40 KB",
     ]
