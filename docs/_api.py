@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Prints docs/api.md with new tables from signatures and docstrings. --write writes it.
 
-A comment has mkdocstrings' directives, and a table of what they name follows. A clone shows the
-table. On the site, where this file is a hook of MkDocs, the directives replace it.
+Comments in the page hold mkdocstrings directives. After each comes a table of what they name, for
+readers of a clone. On the site, this file is a MkDocs hook that replaces the table with the
+directives.
 
 The sources are parsed, not imported: integrations need libraries that may not be installed.
 """
@@ -32,7 +33,7 @@ def main() -> None:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The hook of MkDocs."""
+    """The MkDocs hook."""
     return _SECTION.sub(r"\2", markdown)
 
 
@@ -52,7 +53,7 @@ def _table(directives: str) -> str:
 
 
 def _definition(path: str) -> tuple[Path, ast.ClassDef | ast.FunctionDef]:
-    """The file that defines a name, even if other modules import it, and its definition there."""
+    """The file that defines a name, even if other modules import it, and the definition."""
     module, _, name = path.rpartition(".")
     file = SOURCES / module.replace(".", "/")
     file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
@@ -60,14 +61,14 @@ def _definition(path: str) -> tuple[Path, ast.ClassDef | ast.FunctionDef]:
     for node in tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return file, node
-    for each in ast.walk(tree):  # Some imports are for type checkers alone.
+    for each in ast.walk(tree):  # Some imports are only for type checkers.
         if isinstance(each, ast.ImportFrom) and name in (alias.name for alias in each.names):
             return _definition(f"{each.module}.{name}")
     raise ValueError(f"{file} has no {name}")
 
 
 def _members(node: ast.ClassDef, shown: list[str] | None) -> Iterator[tuple[str, str]]:
-    """The public attributes and methods of a class, and what they are."""
+    """The public attributes and methods of a class, with their summaries."""
     attributes = _docstring(node).partition("Attributes:\n")[2]
     for name, text in _ATTRIBUTE.findall(attributes):
         yield name, re.split(r"(?<=\.)\s", text)[0]
@@ -80,7 +81,7 @@ def _members(node: ast.ClassDef, shown: list[str] | None) -> Iterator[tuple[str,
 
 
 def _call_of(node: ast.ClassDef | ast.FunctionDef) -> str:
-    """How a function or class is called. Empty for a class that users don't call."""
+    """The signature of a function or class. Empty for a class that users don't call."""
     if isinstance(node, ast.FunctionDef):
         return _parameters(node)
     if "Args:\n" not in _docstring(node):

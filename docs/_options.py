@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prints docs/options.md, made from Options: its docstring and defaults. --write writes it."""
+"""Prints docs/options.md, made from the docstring and defaults of Options. --write writes it."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def _table() -> str:
 
 
 def _meanings(docstring: str) -> dict[str, str]:
-    """The text about each field in the section Args."""
+    """The text for each field in the Args section."""
     section = docstring.split("Args:\n")[1].split("\n\n")[0]
     entries = re.split(r"^ {4}(\w+): ", section, flags=re.MULTILINE)[1:]
     texts = (" ".join(text.split()) for text in entries[1::2])
-    # Literals have two backticks in a docstring, one in Markdown. A bare product of fields has
+    # Literals have two backticks in a docstring, one in Markdown. A product of fields has
     # asterisks, which Markdown would read as emphasis.
     marked = (re.sub(r"`+", "`", text).replace(" * ", " x ") for text in texts)
     return dict(zip(entries[::2], marked, strict=True))

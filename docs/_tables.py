@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Prints docs/PAGE.md with new tables from benchmarks/results. --write writes all such pages.
 
-A table stands between two comments: <!-- table: NAME of FILE --> and <!-- end of table -->. NAME
-is a function of a module of tables in benchmarks, and may have arguments:
-<!-- table: losses front language lstm of convergence.json -->. A method after "-" has no row.
-After "bare", numbers stand without what is in parentheses behind them. "columns=1,2,5" keeps these.
+A table stands between two comments, <!-- table: NAME of FILE --> and <!-- end of table -->. NAME
+is a function in one of the tables modules in benchmarks. It can take arguments:
+<!-- table: losses front language lstm of convergence.json -->. Three kinds of words lay it out:
+
+    -METHOD        without the row of this method
+    bare           without what follows a number in parentheses
+    columns=1,2,5  with these columns only
 
     python docs/_tables.py performance
     python docs/_tables.py --write

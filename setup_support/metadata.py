@@ -8,7 +8,7 @@ from pathlib import Path
 
 OLDEST_TORCH = "2.11"
 
-# Code, which stays as it is, or the target of a Markdown link or of an HTML image or link.
+# Code, which is left alone, or the target of a Markdown link or of an HTML image or link.
 _CODE_OR_TARGET = re.compile(
     r"""(?P<code>^(?P<fence>```+|~~~+).*?^(?P=fence)|`+[^`\n]+`+)
       | (?P<image>!\[[^\]]*\]\(|\bsrc(?:set)?=["'])(?P<source>[^)"'\s]+)
@@ -18,7 +18,7 @@ _CODE_OR_TARGET = re.compile(
 
 
 def requirements(torch_version: str | None = None) -> list[str]:
-    """The requirements of the package. A binary requires exactly the torch it is built against.
+    """The requirements of the package. A binary requires exactly the torch it was built against.
 
     python/torch_powersgd/_core.py compares the same part of the version, without "+cpu".
     """
@@ -32,14 +32,14 @@ def local_version(torch_version: str, cuda: str | None) -> str:
 
     Args:
         torch_version: the version of torch. Its own local part is ignored.
-        cuda: the release of CUDA that the kernels are built with, or None without kernels.
+        cuda: the CUDA release that the kernels are built with, or None without kernels.
     """
     variant = f"cu{cuda.replace('.', '')}" if cuda else "cpu"
     return f"+torch{torch_version.split('+')[0]}.{variant}"
 
 
 def repository(pyproject: Path) -> str:
-    """The URL of the repository, from [project.urls]. (Python 3.10 has no parser of TOML.)"""
+    """The URL of the repository, from [project.urls]. (Python 3.10 has no TOML parser.)"""
     match = re.search(r'^Repository = "([^"]+)"$', pyproject.read_text(), re.MULTILINE)
     if match is None:
         raise SystemExit(f"{pyproject} has no Repository in [project.urls]")

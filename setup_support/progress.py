@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The progress of a build, in lines that a person can read."""
+"""Makes the progress lines of a build readable."""
 
 from __future__ import annotations
 

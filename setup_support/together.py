@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sources of one folder, compiled as one: most of the time goes to the headers of torch."""
+"""Compiles the sources of a folder as one file: most of the time goes to torch's headers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-# The folders of csrc that include torch. The slowest to compile come first, so that none of them
-# delays the end.
+# The folders of csrc that include torch. The slowest to compile come first, so that none ends
+# last.
 WITH_TORCH = ("bindings", "gradients", "compressor", "forwarding", "engine", "backend")
 
 
@@ -28,11 +28,11 @@ def compiled_together(
     Args:
         sources: the paths of sources, relative to the root of the project.
         folders: the folders in csrc whose sources are compiled together.
-        build: the folder for the files that are made.
-        heads: what the file of a folder begins with, by folder.
+        build: the folder for the generated files.
+        heads: the first lines of a folder's file, by folder.
 
     Returns:
-        The sources to compile. Those of other folders stay.
+        The sources to compile. Those of other folders are unchanged.
     """
     members: dict[str, list[str]] = {folder: [] for folder in folders}
     alone: list[str] = []
@@ -48,7 +48,7 @@ def compiled_together(
 def include_all(file: Path, sources: Iterable[str], head: str = "") -> None:
     """Writes a file that includes all sources, whose paths are relative to the project's root.
 
-    An unchanged file keeps its date, because ninja compiles what has a newer one.
+    An unchanged file keeps its time stamp, because ninja recompiles what is newer.
     """
     text = head + "".join(f'#include "{source.removeprefix("csrc/")}"\n' for source in sources)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The check of the CUDA toolkit, before anything is compiled."""
+"""Checks the CUDA toolkit before anything is compiled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Toolkit:
 
 
 def examine(home: str | None, torch_cuda: str | None) -> Toolkit:
-    """Examines the toolkit in the folder `home` for a torch that has the CUDA release `torch_cuda`.
+    """Checks the toolkit in the folder `home` for a torch built with the CUDA release `torch_cuda`.
 
     The linker needs libcudart.so, the name without a version: wheels of the CUDA runtime lack it.
     """
@@ -59,7 +59,7 @@ def _examine_folder(toolkit: Toolkit, home: Path, torch_cuda: str) -> None:
 
 
 def _find(home: Path, name: str, folders: tuple[str, ...]) -> Path | None:
-    """The first of these folders of `home` that has a file of this name."""
+    """The path of this file in the first of these folders of `home` that has it."""
     found = (path.parent for pattern in folders for path in sorted(home.glob(f"{pattern}/{name}")))
     return next(found, None)
 
@@ -75,23 +75,23 @@ def _wrong_release(nvcc: Path, torch_cuda: str) -> list[str]:
     release = re.search(r"release (\d+)\.(\d+)", output)
     if release is None or release[1] == torch_cuda.split(".")[0]:
         return []
-    return [f"{nvcc} is of CUDA {release[1]}.{release[2]}, the installed torch of {torch_cuda}"]
+    return [f"{nvcc} is from CUDA {release[1]}.{release[2]}, the installed torch from {torch_cuda}"]
 
 
 def is_wanted(choice: str, missing: list[str]) -> bool:
-    """True if CUDA is built: as `choice` (POWERSGD_BUILD_CUDA) says, else if nothing is missing."""
+    """Whether to build CUDA: as `choice` (POWERSGD_BUILD_CUDA) says, else if nothing is missing."""
     if choice not in ("", "0", "1"):
         raise SystemExit(f"POWERSGD_BUILD_CUDA is {choice!r}; allowed are 0, 1 and unset")
     if choice == "1" and missing:
         raise SystemExit(
             f"POWERSGD_BUILD_CUDA=1, but {'; '.join(missing)}. "
-            "CUDA_HOME names the folder of a CUDA toolkit; POWERSGD_BUILD_CUDA=0 builds without."
+            "Set CUDA_HOME to a CUDA toolkit, or POWERSGD_BUILD_CUDA=0 to build without."
         )
     return choice != "0" and not missing
 
 
 def default_architectures(torch_cuda: str) -> str:
-    """The architectures to compile for if no GPU is visible, as TORCH_CUDA_ARCH_LIST has them.
+    """The architectures to compile for if no GPU is visible, as in TORCH_CUDA_ARCH_LIST.
 
     Slow networks often connect GPUs such as a T4 (7.5) or an RTX 50 (12.0), which cannot run code
     for datacenter GPUs (8.0, 9.0, 10.0).
@@ -103,14 +103,14 @@ def default_architectures(torch_cuda: str) -> str:
 
 
 def architectures(nvcc_flags: list[str]) -> list[str]:
-    """The codes that are compiled, such as sm_90, and compute_120 for PTX, from -gencode flags."""
+    """The targets of the -gencode flags, such as sm_90, or compute_120 for PTX."""
     codes = set(re.findall(r",code=((?:sm|compute)_(\d+)\w*)", " ".join(nvcc_flags)))
     ordered = sorted(codes, key=lambda code: (code[0].startswith("compute_"), int(code[1])))
     return [code for code, _ in ordered]
 
 
 def describe(choice: str, missing: list[str], nvcc_flags: list[str]) -> str:
-    """One line that says what is built. `nvcc_flags` has -gencode=arch=..,code=.. if CUDA is."""
+    """One line that says what is built. For CUDA, `nvcc_flags` has -gencode=arch=..,code=.."""
     if is_wanted(choice, missing):
         names = [c.replace("compute_", "PTX of compute_") for c in architectures(nvcc_flags)]
         return f"CUDA for {', '.join(names)}"
@@ -120,6 +120,6 @@ def describe(choice: str, missing: list[str], nvcc_flags: list[str]) -> str:
 
 def failure_hint(home: str | None) -> str:
     return (
-        f"The build with the CUDA toolkit in {home} failed; the cause is above. "
-        "POWERSGD_BUILD_CUDA=0 builds for CPUs only; CUDA_HOME=<folder> names another toolkit."
+        f"The build with the CUDA toolkit in {home} failed; see the error above. "
+        "Set POWERSGD_BUILD_CUDA=0 to build for CPUs only, CUDA_HOME=<folder> for another toolkit."
     )

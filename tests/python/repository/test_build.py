@@ -87,7 +87,7 @@ def test_without_cuda_in_torch_or_without_a_toolkit() -> None:
 def test_a_toolkit_of_another_major_release_does_not_fit(tmp_path: Path) -> None:
     home = make_toolkit(tmp_path, WHOLE, "12.4")
     missing = toolkit.examine(home, "13.0").missing
-    assert missing == [f"{home}/bin/nvcc is of CUDA 12.4, the installed torch of 13.0"]
+    assert missing == [f"{home}/bin/nvcc is from CUDA 12.4, the installed torch from 13.0"]
     assert toolkit.examine(home, "12.8").missing == []
     (tmp_path / NVCC).write_text("#!/bin/sh\nexit 3\n")
     assert toolkit.examine(home, "13.0").missing[0].startswith(f"{home}/bin/nvcc does not run: ")
@@ -112,7 +112,7 @@ def test_cuda_on_demand_fails_at_once_and_says_what_is_missing(tmp_path: Path) -
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert last.startswith("POWERSGD_BUILD_CUDA=1, but ")
-    assert "CUDA_HOME names the folder" in last
+    assert "Set CUDA_HOME to a CUDA toolkit" in last
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
 
