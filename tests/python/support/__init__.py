@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The helpers. conftest.py makes them importable, in the processes that tests start too."""
+"""Test helpers. conftest.py makes them importable, also in processes that tests start."""

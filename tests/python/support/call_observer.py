@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Observes whether an all-reduce was compressed: by the count of calls, and by its value."""
+"""Observes whether an all-reduce was compressed, by the call counter and by its result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def options_of(scope: str) -> tp.Options:
 
 
 def flat(rank: int, numel: int = 3 * MIN_NUMEL) -> torch.Tensor:
-    """A random flat tensor, which no low-rank factors hold exactly."""
+    """A random flat tensor, which low-rank factors cannot represent exactly."""
     return gradient([numel], "flat", rank)
 
 
@@ -70,7 +70,7 @@ _gloo_groups: list[dist.ProcessGroup] = []
 
 
 def gloo() -> dist.ProcessGroup:
-    """A group of all ranks that is never compressed. The first call is collective."""
+    """An uncompressed group of all ranks. The first call is collective."""
     if not _gloo_groups:
         _gloo_groups.append(dist.new_group(backend="gloo"))
     return _gloo_groups[0]
@@ -79,7 +79,7 @@ def gloo() -> dist.ProcessGroup:
 def observe(
     where: Run, make: Callable[[], torch.Tensor], op: Any = dist.ReduceOp.SUM
 ) -> tuple[int, bool]:
-    """How many calls the wrapper compressed, and whether the result has the bits of Gloo's."""
+    """How many calls the wrapper compressed, and whether the result equals Gloo's bit for bit."""
     if where is in_backward:  # a flat gradient is exact in its first passes, in any scope
         for _ in range(SETTLE_PASSES):
             where(lambda: dist.all_reduce(make(), op))
@@ -108,10 +108,10 @@ def unattached() -> torch.nn.Module:
 def observe_ddp(
     rank: int, make: Callable[[], torch.nn.Module], override: str | None = None
 ) -> tuple[int, bool]:
-    """The same facts about the bucket of a DDP module.
+    """The same for the bucket of a DDP module.
 
     Args:
-        override: the scope of a block around backward; None: there is no block.
+        override: the scope of a context around backward; None: no context.
     """
     fed = {name: gradient(shape, name, rank) for name, shape in SHAPES.items()}
     gradients: list[list[torch.Tensor]] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command line, run in the process of a test."""
+"""Runs the command line in the test's process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch_powersgd.__main__
 
 
 def run(*arguments: str) -> tuple[object, str]:
-    """Runs a command in this process; returns its exit status and what it says."""
+    """Runs a command in this process. Returns its exit status and its output."""
     sys.argv = ["torch_powersgd", *arguments]
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ranks that share one GPU. NCCL takes each for a host of its own and connects them by sockets."""
+"""Processes that share one GPU. NCCL treats each as its own host and connects them by sockets."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def run(
 ) -> list[Any]:
     """Calls function(rank, *args) on each rank; returns the results by rank."""
     options = options or options_of()
-    # A GPU is lent for minutes, and a hang must leave time for the other tests.
+    # GPU time is short, and a hang must leave time for the other tests.
     return ranks.run(world_size, _main, function, backend, options, args, backend=None, timeout=25)
 
 
 def compress(tensor: torch.Tensor, **arguments: Any) -> Any:
-    """An all-reduce whose state is kept from call to call."""
+    """An all-reduce that keeps its state from call to call."""
     with tp.scope("always"):
         return dist.all_reduce(tensor, **arguments)
 

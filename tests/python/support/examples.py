@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Examples that hypothesis draws for tests that take any input: some, or many in the long tests."""
+"""Hypothesis examples for property-based tests: some, or many in the long tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-# The examples are the same at each call: a test fails for the change that it tests. The first
-# example of a pool of ranks waits for their start, so none has a limit of time.
+# Examples are the same in each run, so that a test only fails because of a change. There is no
+# deadline, because the first example for a rank pool waits for the pool to start.
 FIXED = settings(
     deadline=None,
     derandomize=True,
@@ -27,5 +27,5 @@ def examples(some: int, many: int) -> pytest.MarkDecorator:
 
 
 def check_examples(count: int, check: Callable[..., None], *drawn: st.SearchStrategy[Any]) -> None:
-    """Calls a check with so many examples of its arguments."""
+    """Calls a check with ``count`` examples of its arguments."""
     settings(FIXED, max_examples=count)(given(*drawn)(check))()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Modules sharded by FSDP2 (fully_shard), attached, and the same averaged by FSDP2's own HSDP."""
+"""Pairs of modules sharded by FSDP2 (fully_shard): one attached, one with FSDP2's own HSDP."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ REPLICAS, SHARDS = 2, 2
 WORLD_SIZE = REPLICAS * SHARDS
 
 on_mesh = on_ranks(WORLD_SIZE, backend="gloo")
-# A test of modules that are attached on the shards, and of native ones, on the whole mesh.
+# Tests modules attached on the shards, and native ones on the whole mesh.
 both = pytest.mark.parametrize("native", [False, True])
 
 # A Net that is an FSDPModule as well: fully_shard changes the class of its argument.
 Sharded = Any
 
-# The names of the modules of each unit of a Net but the last, which is the rest. None: the blocks.
+# The module names of each unit of a Net, except the last unit, which is the rest. None: the blocks.
 Units = Sequence[Sequence[str]] | None
 
 
@@ -69,11 +69,11 @@ def sharded(
     units: Units = None,
     **arguments: Any,
 ) -> Sharded:
-    """A net of which each unit of blocks, as ``prepare`` returns them, and the rest are sharded."""
+    """A net in which each unit of blocks, as returned by ``prepare``, and the rest are sharded."""
     torch.manual_seed(0)
     net = Net()
     if tensor_mesh is not None:
-        net = Net(24)  # FSDP2 wants a width that two ranks share evenly
+        net = Net(24)  # FSDP2 needs a width that two ranks can split evenly
         parallelize_module(
             net, tensor_mesh, {"blocks.0": ColwiseParallel(), "blocks.1": RowwiseParallel()}
         )
@@ -84,7 +84,7 @@ def sharded(
 
 
 def replicas(backend: Any) -> Sharded:
-    """A module of which each rank is a replica, by ``replicate()``."""
+    """A module with a replica on each rank, made by ``replicate()``."""
     mesh = mesh_of(backend, ("shard", 1))["replicate"]
     torch.manual_seed(0)
     net = Net()
@@ -99,7 +99,7 @@ def make_pair(
     scaler: torch.amp.GradScaler | None = None,
     **arguments: Any,
 ) -> TrainingPair:
-    """A module that is attached on its shards, or if it is native on the whole mesh."""
+    """A pair whose first module is attached on its shards or, if native, on the whole mesh."""
     mesh = mesh_of(("cpu:powersgd", options))
     attached = sharded(mesh if native else mesh["shard"], **arguments)
     plain = sharded(mesh_of("gloo"), **arguments)
@@ -122,9 +122,9 @@ def passes(
     """Runs a forward and a backward pass of step i, and returns the loss and the input's gradient.
 
     Args:
-        rank: the rank whose input it is, if not this one.
+        rank: the rank whose input is used, if not this one.
         scale: of the loss.
-        arguments: those of the net.
+        arguments: keyword arguments of the net.
     """
     key = dist.get_rank() if rank is None else rank
     x = gradient((6, module.out.weight.shape[1]), "input", key, i).requires_grad_()
@@ -144,7 +144,7 @@ def step(
 
 
 def summed(module: Sharded) -> None:
-    """Makes FSDP2 sum between replicas, and then divide by a number of its user's."""
+    """Makes FSDP2 sum over replicas, then divide by a user-defined factor."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.set_force_sum_reduction_for_comms(True)

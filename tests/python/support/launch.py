@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Starts ranks that find their group as those of torchrun do, without its seconds of imports."""
+"""Starts processes that find each other as under torchrun, without its slow imports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support import ranks
 
 @dataclass(frozen=True)
 class Output:
-    """What a rank has written."""
+    """The output of a process."""
 
     stdout: str
     stderr: str
@@ -27,13 +27,13 @@ class Output:
 def run(
     world_size: int, function: Callable[..., Any], *args: Any, folder: Path, timeout: float = 150
 ) -> list[Output]:
-    """Calls function(*args) on each rank, in the folder, which gets files of the output."""
+    """Calls function(*args) on each rank, in the folder, where the output files go."""
     job = (world_size, free_port(), folder, function, args)
     return ranks.run(world_size, _main, *job, backend=None, timeout=timeout)
 
 
 def run_program(program: Path, *arguments: object, folder: Path) -> list[Output]:
-    """Runs a program of Python on two ranks."""
+    """Runs a Python program on two ranks."""
     return run(2, _run_program, str(program), [str(each) for each in arguments], folder=folder)
 
 
@@ -45,7 +45,7 @@ def free_port() -> int:
 
 
 def enter(rank: int, world_size: int, port: int) -> None:
-    """Sets torchrun's variables in this process: init_process_group() then finds the others."""
+    """Sets torchrun's variables in this process, for init_process_group()."""
     numbers = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in (numbers | local).items()})
@@ -67,7 +67,7 @@ def _main(
         with file.open("w") as opened:
             os.dup2(opened.fileno(), descriptor)
     function(*args)
-    gc.collect()  # modules end before their group
+    gc.collect()  # destroy modules before their group
     sys.stdout.flush()
     return Output(*(file.read_text() for file in written))
 

@@ -8,7 +8,7 @@ import re
 
 
 class LogRecords(logging.Handler):
-    """Keeps the records of this level and above, from its construction to the process's end."""
+    """Keeps records of this level and above, from its construction until the process exits."""
 
     def __init__(self, level: int = logging.DEBUG) -> None:
         super().__init__(level)
@@ -23,6 +23,6 @@ class LogRecords(logging.Handler):
         self.threads.add(record.thread)
 
     def matching(self, pattern: str) -> list[tuple[str, re.Match[str]]]:
-        """Level and match of each record in which the pattern is found."""
+        """The level and the match of each record that the pattern matches."""
         found = [(level, re.search(pattern, message)) for level, message in self.seen]
         return [(level, match) for level, match in found if match]

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def mesh_of(replicate: Any, *others: tuple[str, int], **backends: Any) -> DeviceMesh:
-    """A mesh of the CPU whose first dimension is "replicate".
+    """A CPU mesh whose first dimension is "replicate".
 
     Args:
         replicate: the backend of the replicas, or a tuple of it and its options.
         others: name and size of each other dimension; default: "shard" of two ranks.
-        backends: those of other dimensions, where they are not Gloo.
+        backends: backends of other dimensions, if not Gloo.
     """
     others = others or (("shard", 2),)
     replicas = dist.get_world_size() // math.prod(size for _, size in others)

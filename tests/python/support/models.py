@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Blocks(nn.Module):
-    """Two blocks that backward may compute again, with dropout, which must then repeat itself."""
+    """Two blocks that backward may recompute, with dropout that must then repeat."""
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Blocks(nn.Module):
         self.second = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in (self.first, self.second, self.first):  # the first one's weights are shared
+        for block in (self.first, self.second, self.first):  # the first one is used twice
             recompute = self.reentrant is not None
             x = checkpoint(block, x, use_reentrant=self.reentrant) if recompute else block(x)
         return x
@@ -65,7 +65,7 @@ class Spectral(nn.Module):
 
 
 class OddShapes(nn.Module):
-    """Parameters without elements or dimensions, with gaps in memory, and an expanded gradient."""
+    """Parameters that are empty, 0-dim or not contiguous, and an expanded gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class OddShapes(nn.Module):
 
 
 class Tied(nn.Module):
-    """The ends of a language model: the embedding's weights are the output layer's."""
+    """The first and last layer of a language model, with tied weights."""
 
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()

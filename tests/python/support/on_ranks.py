@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tests whose bodies run on the ranks: an assertion that fails on any rank fails the test."""
+"""Tests whose bodies run on every rank. A failed assertion on any rank fails the test."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ P = ParamSpec("P")
 def on_ranks(
     world_size: int = 2, **setup: Any
 ) -> Callable[[Callable[Concatenate[int, P], None]], Callable[P, None]]:
-    """Makes a test of a function of the rank, which every rank calls in its own process.
+    """Turns a function of the rank into a test, which calls it in one process per rank.
 
-    The function's other arguments are fixtures and parameters, as those of any test. If one of them
-    is ``world_size``, it is the number of ranks.
+    The other arguments are fixtures and parameters, as in any test. An argument ``world_size`` is
+    the number of ranks.
 
     Args:
-        world_size: Number of ranks otherwise.
+        world_size: Number of ranks, unless the function has such an argument.
         setup: Keyword arguments of ``ranks.run``.
     """
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The same training twice in one job: by an attached module, and by a plain one over Gloo.
+"""Trains an attached module and a plain one over Gloo side by side in one job.
 
-Before each step the plain module takes over the parameters and buffers of the attached one. Its
-gradients are then the mean gradients that the attached module would have without compression, bit
-for bit.
+Before each step, the parameters and buffers of the attached module are copied to the plain one. Its
+gradients are then exactly those that the attached module would have without compression.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 class TrainingPair:
-    """The two modules, which begin with the same parameters.
+    """The two modules, which start with the same parameters.
 
     Attributes:
         modules: The attached module and the plain one. Either may be wrapped by DDP.
@@ -67,11 +66,11 @@ class TrainingPair:
         self.ledger = Ledger()
         self.steps = 0
         self._replica: list[str] = []  # the digest of gradients and parameters after each step
-        # Taken now: beside tensor parallelism DDP's forward pass puts others in their place.
+        # Saved now: with tensor parallelism, DDP's forward pass replaces them.
         self._parameters = [dict(_inner(module).named_parameters()) for module in self.modules]
 
     def equalize(self) -> None:
-        """The plain module takes over the attached one's parameters and buffers."""
+        """Copies the attached module's parameters and buffers to the plain one."""
         with torch.no_grad():
             for mine, other in zip(self._state(1), self._state(0), strict=True):
                 mine.copy_(other)
@@ -85,7 +84,7 @@ class TrainingPair:
         }
 
     def record(self) -> None:
-        """Ends a step: both have the same gradients in warm-up, and others after that."""
+        """Ends a step. Gradients must be equal during warm-up, and different afterwards."""
         found, wanted = self.gradients(0), self.gradients(1)
         assert found.keys() == wanted.keys()
         self.ledger.add(found, wanted)
@@ -103,7 +102,7 @@ class TrainingPair:
                     numbers.sub_(gradients[name], alpha=0.05)
 
     def train(self, backward: Backward, steps: int = STEPS) -> None:
-        """Trains both by SGD, and checks that all but the gradients is as without compression."""
+        """Trains both with SGD, and checks that compression changes nothing but the gradients."""
         for i in range(steps):
             self.equalize()
             seen = []
@@ -131,9 +130,9 @@ class TrainingPair:
         """Asserts that no gradient is lost, and that all replicas are equal. Collective.
 
         Args:
-            tolerances: The identity's bounds of some parameters.
-            default: That of all others.
-            scale: What the averaged gradients were multiplied by in the end.
+            tolerances: Error bounds of some parameters.
+            default: The error bound of all others.
+            scale: The factor by which the averaged gradients were finally multiplied.
         """
         residuals = {name: scale * residual for name, residual in self.residuals().items()}
         assert residuals, "nothing was compressed"
@@ -164,8 +163,8 @@ def ddp_pair(make: Callable[[dist.ProcessGroup], nn.Module], **ddp_arguments: An
     """A pair of DDP modules.
 
     Args:
-        make: Makes the module of a process group.
-        ddp_arguments: Arguments of DDP.
+        make: Makes the module for a process group.
+        ddp_arguments: Keyword arguments of DDP.
     """
     world = dist.group.WORLD
     assert world is not None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ranks that live on between the calls of a test, which calls thousands of times in a few seconds.
+"""Processes that stay alive between calls, for tests that make thousands of calls in seconds.
 
-A rank that dies, raises or does not answer in time ends the pool. The next call starts another.
+If a process dies, raises or does not answer in time, the pool ends. The next call starts another.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from support.ranks import RankFailed
 
 Maker = Callable[[int], Any]
 
-_START = 300.0  # seconds in which all ranks must have imported torch
-_ENDED = 3600.0  # seconds after which a rank shows where it is; the pool itself is never so old
+_START = 300.0  # seconds for all processes to import torch
+_ENDED = 3600.0  # seconds after which a process prints its stack; longer than any pool lives
 
 
 class RankPool:
-    """Ranks that each hold an object, whose methods are called on all ranks at once.
+    """Processes that each hold an object, whose methods are called on all ranks at once.
 
     Args:
         world_size: Number of ranks.
-        make: Picklable function of the rank, which makes the object there.
-        patience: Seconds after which a call that has not returned on all ranks counts as a hang.
+        make: Picklable function of the rank that makes the object.
+        patience: Seconds after which a call that has not returned on all ranks counts as hung.
     """
 
     def __init__(self, world_size: int, make: Maker, patience: float = 120) -> None:
@@ -52,7 +52,7 @@ class RankPool:
         return self._await_replies(f"{method}{args!r:.200}", self._patience)
 
     def close(self) -> None:
-        """Ends all ranks."""
+        """Ends all processes."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs a function on several ranks, each a process of its own, with a time-out that kills them."""
+"""Runs a function in one process per rank, and kills them after a timeout."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-# A rank sends its value and its error, one of which is empty.
+# A process sends its value and its error, one of which is empty.
 Message = tuple[Any, str]
 Sender = Connection
 Receiver = Connection
 
-# A server process that has imported the ranks' modules forks them. A start then takes milliseconds,
-# and each test still gets processes that nothing has run in.
+# A server that has imported the modules forks the processes. A start then takes milliseconds, and
+# each test still gets fresh processes.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    # DDP imports torch._dynamo when it is first used, which takes seconds.
+    # DDP imports torch._dynamo on first use, which takes seconds.
     ["torch._dynamo", "torch.nn.parallel", "torch_powersgd", "numpy", "pytest", "support.ranks"]
 )
 
-# Seconds. Once a rank has failed, the others may wait for it until their own time-outs.
+# Seconds. Once a process has failed, the others may wait for it until they time out.
 _GRACE_AFTER_FAILURE = 10
 
 
 class RankFailed(Exception):
-    """A rank raised; the message holds its traceback."""
+    """Raised if a process failed. The message has its traceback."""
 
 
 @dataclass
 class Outcome:
-    """The end of one rank."""
+    """How one process ended."""
 
     value: Any = None  # the function's
-    error: str = ""  # the reason why there is no value
-    exitcode: int | None = None  # None: the rank did not end by itself
+    error: str = ""  # why there is no value
+    exitcode: int | None = None  # None: the process was killed
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of ``run`` that concern the group and the time-outs."""
+    """The arguments of ``run`` for the group and the timeouts."""
 
     backend: str | None
     options: Any
@@ -70,14 +70,14 @@ def run(
     """Calls function(rank, *args) on each rank inside a process group; returns the results by rank.
 
     Args:
-        function: a picklable function, so one of a module, with a picklable result.
-        backend: the group's backend; None: the function may make a group with ``init_group``.
-        options: the group's pg_options; a list has those of each rank.
-        timeout: seconds after which all ranks are killed and the test fails.
-        op_timeout: the process group's time-out in seconds.
+        function: a picklable (module-level) function with a picklable result.
+        backend: the group's backend; None: the function can make a group with ``init_group``.
+        options: the group's pg_options, or a list with those of each rank.
+        timeout: seconds after which all processes are killed and the test fails.
+        op_timeout: the process group's timeout in seconds.
 
     Raises:
-        RankFailed: if any rank raised, died or did not end.
+        RankFailed: if any process raised, died or did not end.
     """
     setup = Setup(backend, options, timeout, op_timeout)
     ended = _run(world_size, function, args, setup, _GRACE_AFTER_FAILURE)
@@ -101,7 +101,7 @@ def outcomes(
     timeout: float = 90,
     op_timeout: float = 60,
 ) -> list[Outcome]:
-    """The same for ranks that are meant to fail: it raises nothing and lets every rank end."""
+    """Like ``run``, for processes that are expected to fail: waits for all, and raises nothing."""
     setup = Setup(backend, options, timeout, op_timeout)
     return _run(world_size, function, args, setup, timeout)
 
@@ -172,14 +172,14 @@ _place: tuple[int, int, str]  # rank, world size and the path of the store, in a
 _groups_made = 0
 
 
-# Seconds that the ranks have to start a group. A processor that others share needs some.
+# Seconds to start a group in, even on a busy machine.
 _TO_START = 60
 
 
 def init_group(backend: str | None, options: Any = None, op_timeout: float = _TO_START) -> None:
-    """Makes the default process group of a rank, once more after destroy_process_group.
+    """Makes the default process group of a rank, again after destroy_process_group if need be.
 
-    A short ``op_timeout`` holds for what the group does, and not for the start.
+    A short ``op_timeout`` applies to the group's operations, not to its start.
     """
     import torch.distributed as dist
 
@@ -205,7 +205,7 @@ def side_store() -> Any:
     """A store that no process group uses, for signals between ranks whose group is broken."""
     import torch.distributed as dist
 
-    # It has no world size, or the file would go once so many of its stores have gone.
+    # Without a world size: the file would be deleted once so many of its stores are closed.
     return dist.FileStore(f"{_place[2]}.side")
 
 
@@ -218,7 +218,7 @@ def main(
 ) -> None:
     global _place
     _place = place
-    # A rank that dies by a signal shows where, and one that hangs does before the parent kills it.
+    # Prints the stacks if the process crashes, or hangs and is about to be killed.
     faulthandler.enable()
     faulthandler.dump_traceback_later(setup.timeout * 0.9, exit=False)
     os.environ["OMP_NUM_THREADS"] = "1"

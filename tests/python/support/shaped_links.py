@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Programs on the benchmarks' hosts, and the marks of tests that need hosts or emulated links."""
+"""Runs programs on the benchmarks' hosts. Marks tests that need hosts or emulated links."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher import emulated_links, hosts
 
 
 def _missing() -> list[str]:
-    """The requirements of hosts that are missing, also where root may not make them."""
+    """What is missing for hosts, including permissions that root may lack."""
     missing: list[str] = hosts.missing()
     if not missing:
         try:
@@ -33,7 +33,7 @@ needs_taps = pytest.mark.skipif(
 def start(
     cluster: hosts.Hosts, host: int, program: str, *arguments: object
 ) -> subprocess.Popen[str]:
-    """Starts a Python program on a host, with its number as the first argument."""
+    """Starts a Python program on a host, with the host's number as the first argument."""
     words = [sys.executable, "-c", program, str(host), *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -42,7 +42,7 @@ def start(
 
 
 def said(process: subprocess.Popen[str], line: str = "") -> str:
-    """What the program says next, once it is told a line."""
+    """Sends the program a line, if any, and returns the next line it prints."""
     assert process.stdin
     assert process.stdout
     if line:

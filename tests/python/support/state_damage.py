@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Damage to a saved state: any value in any place of it."""
+"""Damages a saved state: any value in any place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Subclass(torch.Tensor):
 
 
 class Unprintable:
-    """A value that does not even say what it is."""
+    """A value that cannot even be printed."""
 
     def __repr__(self) -> str:
         raise RuntimeError("this value has no text")
@@ -27,11 +27,11 @@ class Unprintable:
     __hash__ = None  # type: ignore[assignment]
 
 
-Outcome = tuple[str, str]  # the type of an error and its message, both empty without one
+Outcome = tuple[str, str]  # the type and the message of an error, both empty without one
 
 
 def outcome_of(call: Callable[[], Any]) -> Outcome:
-    """The error of a call. An error that names C++ types instead of the cause fails the test."""
+    """The error that a call raises. The test fails if it names C++ types instead of the cause."""
     try:
         call()
     except Exception as error:
@@ -43,11 +43,11 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
 
 
 def _like(value: Any) -> torch.Tensor:
-    """The tensor that is replaced, or one where there is another value."""
+    """The replaced tensor, or a substitute if the value is not a tensor."""
     return value.clone() if isinstance(value, torch.Tensor) else torch.ones(3, 4)
 
 
-# Values instead of the one that is there.
+# Values that replace the original.
 VALUES: dict[str, Callable[[Any], Any]] = {
     "none": lambda value: None,
     "minus one": lambda value: -1,
@@ -116,13 +116,13 @@ def _freed(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Damage:
-    """A change of a state.
+    """A change to a state.
 
     Attributes:
-        place: The keys that lead to the value in a process's part of the state. A number counts the
-            keys of a dictionary.
+        place: The keys that lead to the value in a process's part of the state. A number is the
+            position of a key in its dictionary.
         value: A key of ``VALUES``, "gone" or "renamed".
-        only: The one rank that has the damage, or None for all.
+        only: The only rank with the damage, or None for all.
     """
 
     place: tuple[str | int, ...]
@@ -130,7 +130,7 @@ class Damage:
     only: int | None = None
 
     def apply(self, state: dict[str, Any], rank: int) -> Any:
-        """Changes the state, and returns it or what takes its place."""
+        """Changes the state. Returns it, or its replacement."""
         if self.only is not None and rank != self.only:
             return state
         keys = [*self.place] if "version" in state else [0, *self.place]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Training without a task: the test chooses every gradient, so that every output is known.
+"""Training without a task. The test chooses every gradient, so the outputs are known.
 
-Only numpy arrays and bytes cross a process border. torch hands tensors over by shared memory, which
-is gone once the rank that made them has ended.
+Only numpy arrays and bytes are passed between processes. torch passes tensors in shared memory,
+which is gone once the process that made them has ended.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 COMPRESSED = ("conv", "wide", "tall")  # at rank <= 3 and the default min_compression_rate
 
-# These bound the error of "sum of outputs + mean residual = sum of mean gradients". Each step
-# rounds M, the factors and the output once. In float32 that is an error of about 6e-8 * |M|, where
-# |M| is a few times the gradient's norm. Some ten steps add such errors at random. The bound for
-# float64 is in the same proportion to its rounding.
+# Bounds on the error of "sum of outputs + mean residual = sum of mean gradients". Each step rounds
+# M, the factors and the output once. In float32 that is an error of about 6e-8 * |M|, where |M| is
+# a few times the gradient's norm. About ten steps add such errors at random. The bound for float64
+# is proportional to its rounding error.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 
 
@@ -51,7 +51,7 @@ class Synthetic(torch.nn.Module):
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.weights = torch.nn.ParameterDict()
-        for name, parameter in parameters.items():  # in this order: a dict would be sorted
+        for name, parameter in parameters.items():  # one by one: ParameterDict sorts a dict
             self.weights[name] = torch.nn.Parameter(parameter)
 
     def forward(self, coefficients: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -78,7 +78,7 @@ def make_attached(
     dtype: torch.dtype = torch.float32,
     **ddp_arguments: Any,
 ) -> DistributedDataParallel:
-    """The module alone, where a test needs no handle."""
+    """Only the module, for tests that need no handle."""
     return make_compressed(shapes, options, dtype, **ddp_arguments)[0]
 
 
@@ -93,7 +93,7 @@ def make_compressed(
     """An attached DDP module of zeros, and the handle of its compression.
 
     Args:
-        by_python: whether its hook is the one in Python.
+        by_python: whether to use the hook in Python.
     """
     ddp = make_ddp(shapes, dtype, **ddp_arguments)
     compression = tp.attach(ddp, options, scaler=scaler, register_hook=not by_python)
@@ -105,7 +105,7 @@ def make_compressed(
 def gradient(
     shape: Sequence[int], *key: object, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Normal numbers that depend on the key alone: each rank can make those of all ranks."""
+    """Normal random numbers that only depend on the key: each rank can make those of all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
@@ -139,10 +139,10 @@ def step(ddp: DistributedDataParallel, coefficients: Mapping[str, torch.Tensor])
 def train(
     ddp: DistributedDataParallel, steps: Iterable[int], ledger: Ledger | None = None
 ) -> list[Tensors]:
-    """Takes the steps of these numbers with ``gradients``, and returns their outputs.
+    """Takes the steps with these numbers, using ``gradients``. Returns their outputs.
 
     Args:
-        ledger: Gets the outputs and the mean gradients.
+        ledger: Records the outputs and the mean gradients.
     """
     shapes = {n: weight.shape for n, weight in weights_of(ddp).items() if weight.requires_grad}
     dtype, group = next(ddp.parameters()).dtype, ddp.process_group
@@ -216,13 +216,13 @@ class Ledger:
         tolerance: float = TOLERANCE[torch.float32],
         **tolerances: float,
     ) -> None:
-        """Asserts the identity, with tolerances of their own for some parameters. Collective."""
+        """Asserts the identity, with separate tolerances for some parameters. Collective."""
         for name, error in self.errors(residuals_of(compression)).items():
             assert error < tolerances.get(name, tolerance), (name, error)
 
 
 def add_to(totals: Tensors, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Adds each tensor to the total of its name, in float64."""
+    """Adds each tensor to the total with its name, in float64."""
     for name, tensor in tensors.items():
         total = tensor.double()
         totals[name] = totals[name] + total if name in totals else total
@@ -285,7 +285,7 @@ def from_bytes(data: bytes) -> Any:
 
 
 def own_part(state: dict[str, Any]) -> dict[str, Any]:
-    """This process's part of a state, which lies under a key if there are several."""
+    """This process's part of a state. If there are several, each is under its own key."""
     return state if "version" in state else next(iter(state.values()))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Starts programs by torchrun, as users do."""
+"""Starts programs with torchrun, as users do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Parts of the lines that every job may show.
+# Parts of lines that any job may log.
 NOTICES = (
     "are compressed at matrix rank",
     "loaded the state of step",
@@ -19,12 +19,12 @@ NOTICES = (
 def torchrun(
     *arguments: object, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs two ranks of one thread each. Both must end without an error or a warning.
+    """Runs two processes with one thread each. Both must end without an error or a warning.
 
     Args:
         arguments: torchrun's own, the program, and the program's.
         cwd: the program's working directory.
-        environment: added to this process's.
+        environment: additions to this process's environment.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ended = subprocess.run(
@@ -42,9 +42,9 @@ def torchrun(
 
 
 def warnings_in(stderr: str) -> list[str]:
-    """The lines of this package in a program's output that are more than a notice.
+    """This package's lines in a program's output, except notices.
 
-    A program that has not configured logging shows both alike.
+    Without a logging configuration, notices and warnings look alike.
     """
     said = [line for line in stderr.splitlines() if "torch_powersgd:" in line]
     return [line for line in said if not any(notice in line for notice in NOTICES)]
