@@ -97,7 +97,7 @@ def marks(learned: Mapping[str, Sequence[Run]], loss: float | None) -> Marks:
 
 
 def catches_up(run: Run, plain: Run, steps: int) -> bool:
-    """Whether the run reaches the loss that plain with the same seed has after so many steps."""
+    """Whether the run reaches the loss of plain, with the same seed, after `steps` steps."""
     size = window(steps)
     return steps_to(smoothed(plain.losses[:steps], size)[-1], run.losses, size) is not None
 

@@ -141,7 +141,7 @@ class Player:
         return by_step, [each[-1] for each in told]
 
     def _listen(self, ranks: Ranks, expected: int, limit: float) -> Records:
-        """Waits for so many messages from every rank. The first may take `limit` seconds.
+        """Waits for `expected` messages from every rank. The first may take `limit` seconds.
 
         Raises:
             Failed: if no rank makes progress for too long.

@@ -39,7 +39,7 @@ class Job:
 
 
 def train(rank: Rank, job: Job) -> None:
-    """Reads numbers of steps from the pipe and trains for so many, until the pipe is closed.
+    """Reads numbers of steps from the pipe and takes that many, until the pipe is closed.
 
     Writes the time and the loss of each step, and the counters after each number.
     """

@@ -68,7 +68,7 @@ class Method:
     attached: bool = False  # this project's, layer by layer
     approximates: bool = True  # by factors of a matrix rank, or by what `measure` names
     measure: str = "rank"
-    # By the matrix rank: one of so many steps waits for the other processes.
+    # By the matrix rank: the number of steps from one average to the next.
     every: Callable[[int], int] = lambda rank: 1
     fields: Mapping[str, Any] = field(default_factory=dict)  # options that are not the default
 

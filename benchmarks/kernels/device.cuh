@@ -61,8 +61,8 @@ __device__ uint32_t hash(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// Element i of a gradient, of magnitude 0.5 to 1. With `directions`, each row is one of so many
-// vectors times a power of two. This is exact, so the rank is exactly `directions`.
+// Element i of a gradient, of magnitude 0.5 to 1. With `directions`, each row is one of that
+// many vectors times a power of two. This is exact, so the rank is exactly `directions`.
 __device__ float element(int64_t i, int64_t cols, int directions, uint32_t seed) {
   float scale = 1;
   if (directions > 0) {

@@ -146,7 +146,7 @@ class Ranks:
         return any(process.exitcode for process in self.processes)
 
     def wait(self, seconds: float) -> None:
-        """Waits until all processes have ended, or for so many seconds."""
+        """Waits until all processes have ended, at most for `seconds`."""
         deadline = time.monotonic() + seconds
         while (running := self.running) and (left := deadline - time.monotonic()) > 0:
             connection.wait([process.sentinel for process in running], left)
@@ -219,7 +219,7 @@ def call(
 
 @contextmanager
 def _first_on_path(folder: Path | None) -> Iterator[None]:
-    """Puts the folder first on sys.path, for processes that are started meanwhile."""
+    """Puts the folder first on sys.path, for processes started in this context."""
     before = sys.path[:]
     sys.path[:0] = [str(folder.resolve())] if folder else []
     yield

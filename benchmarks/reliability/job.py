@@ -19,7 +19,7 @@ from reliability.fate import RANK, WORLD, Fate, saved
 
 
 class DyingFile:
-    """A file that kills its process once so many bytes have been written."""
+    """A file that kills its process after a number of bytes has been written."""
 
     def __init__(self, file: IO[bytes], size: int, die: Callable[[], None]) -> None:
         self._file, self._left, self._die = file, size, die

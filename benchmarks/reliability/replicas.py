@@ -117,7 +117,7 @@ class _Job:
         return self._stack.enter_context(replica)
 
     def run(self, every: float, seed: int) -> dict[str, Any]:
-        """Trains to the end, and kills a replica every so many seconds (0: never)."""
+        """Trains to the end, and kills a replica every `every` seconds (0: never)."""
         chance = random.Random(seed)
         losses: dict[int, list[float]] = {}
         began = last = time.monotonic()
