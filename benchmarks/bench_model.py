@@ -190,7 +190,9 @@ def measure_stages(shape: Shape, arguments: argparse.Namespace, record: dict[str
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--device", default="cuda", choices=["cpu", "cuda"], help="device (cuda)")
     add("--batches", nargs="+", type=int, default=[1, 2, 4], help="sequences per step (1 2 4)")

@@ -172,7 +172,9 @@ def print_line(words: Iterable[str], headings: Iterable[str]) -> None:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--device", default="cpu", choices=["cpu", "cuda"], help="device (cpu)")
     add("--models", nargs="+", default=["resnet18", "demo"], choices=shapes.MODELS)

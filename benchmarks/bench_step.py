@@ -112,7 +112,9 @@ def measure(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--device", default="cuda", choices=["cpu", "cuda"], help="device (cuda)")
     texts = [name for name, task in models.TASKS.items() if isinstance(task, models.Text)]
