@@ -18,7 +18,11 @@ examples/with_accelerate.py is a whole program.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -26,10 +30,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach as attach_module
 from torch_powersgd.compression import Compression
+from torch_powersgd.integrations import state_file
 from torch_powersgd.options import Options
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+_compressions: WeakKeyDictionary[Accelerator, list[Compression]] = WeakKeyDictionary()
 
 
 def attach(
@@ -39,8 +46,9 @@ def attach(
 ) -> Compression:
     """Compresses the gradients of a module, and saves the state with the accelerator's. Collective.
 
-    The residuals follow the accelerator's GradScaler, if it has one. ``accelerator.save_state`` and
-    ``load_state`` save and load the state of the compression too.
+    The residuals follow the accelerator's GradScaler, if it has one. From now on,
+    ``accelerator.save_state`` and ``load_state`` save and load the state of the compression too. A
+    checkpoint from a run without compression has none: the exact steps then come first again.
 
     Args:
         accelerator: The Accelerator that has prepared the module.
@@ -55,33 +63,38 @@ def attach(
     """
     module = getattr(module, "_orig_mod", module)  # Accelerate compiles the wrapped module.
     compression = attach_module(module, options, scaler=accelerator.scaler)
-    # accelerator.free_memory forgets the modules, but not what was registered for them.
-    accelerator._custom_objects = [
-        registered
-        for registered in accelerator._custom_objects
-        if not isinstance(registered, _State) or not registered.compression.ended
-    ]
-    accelerator.register_for_checkpointing(_State(compression))
+    if accelerator not in _compressions:
+        accelerator.register_save_state_pre_hook(functools.partial(_save, accelerator))
+        accelerator.register_load_state_pre_hook(functools.partial(_load, accelerator))
+    # accelerator.free_memory may have freed the modules of others.
+    _compressions[accelerator] = [*_living(accelerator), compression]
     return compression
 
 
-class _State:
-    """A compression's state, with all shards of its module. It is empty once the module is gone."""
+def _save(accelerator: Accelerator, models: Any, weights: Any, folder: str) -> None:
+    for file, compression in _files(accelerator, folder):
+        accelerator.save(_with_all_shards(compression), file)
 
-    def __init__(self, compression: Compression) -> None:
-        self.compression = compression
 
-    def state_dict(self) -> dict[str, Any]:
-        if self.compression.ended:
-            return {}
-        state = self.compression.state_dict()
-        if "version" in state:
-            return state
-        # Accelerate saves what the main process returns, which has one shard.
-        everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, state if self.compression.group.rank() == 0 else {})
-        return {key: shard for shards in everyone for key, shard in shards.items()}
+def _load(accelerator: Accelerator, models: Any, folder: str) -> None:
+    for file, compression in _files(accelerator, folder):
+        state_file.load(compression, file)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.compression.ended:
-            self.compression.load_state_dict(state)
+
+def _living(accelerator: Accelerator) -> list[Compression]:
+    return [each for each in _compressions.get(accelerator, []) if not each.ended]
+
+
+def _files(accelerator: Accelerator, folder: str) -> Iterator[tuple[Path, Compression]]:
+    for i, compression in enumerate(_living(accelerator)):
+        yield Path(folder, f"powersgd_{i}.pt"), compression
+
+
+def _with_all_shards(compression: Compression) -> dict[str, Any]:
+    """Returns the state with all shards of the module, because only the main process saves it."""
+    state = compression.state_dict()
+    if "version" in state:  # There are no shards.
+        return state
+    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, state if compression.group.rank() == 0 else {})
+    return {key: shard for shards in everyone for key, shard in shards.items()}

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach as attach_module
 from torch_powersgd.compression import Compression
+from torch_powersgd.integrations import state_file
 from torch_powersgd.local_steps import LocalSGD
 from torch_powersgd.options import Options
 
@@ -110,7 +110,8 @@ class CompressionCallback(TrainerCallback):
             self.compression = self.make(self._ddp(), self.trainer.optimizer, scaler=scaler)
         if self.resumed:
             last = self.resumed is True
-            self._load(self.compression, _folder(args, state) if last else Path(self.resumed))
+            folder = _folder(args, state) if last else Path(self.resumed)
+            state_file.load(self.compression, folder / FILE)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self.compression is not None
@@ -121,14 +122,6 @@ class CompressionCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if isinstance(self.compression, LocalSGD):
             self.compression.detach()
-
-    def _load(self, compression: Compression | LocalSGD, folder: Path) -> None:
-        file = folder / FILE
-        saved: Any = torch.load(file, weights_only=True) if file.exists() else None
-        everyone = [False] * compression.group.size()
-        dist.all_gather_object(everyone, saved is not None, compression.group)
-        if any(everyone):  # A process without the file makes load_state_dict raise on all of them.
-            compression.load_state_dict(saved)
 
     def _ddp(self) -> DistributedDataParallel:
         wrapped = self.trainer.model_wrapped

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,22 +99,29 @@ def test_another_job_goes_on_with_as_many_replicas_or_more(native: bool, tmp_pat
 @on_mesh
 def test_accelerates_one_file_has_all_shards(rank: int, tmp_path: Path) -> None:
     """Saves and loads as Accelerate does: the main process writes one file, which all read."""
+
+    class Accelerator:
+        scaler = None
+
+        def register_save_state_pre_hook(self, hook: Callable[..., None]) -> None:
+            self.save_state = hook
+
+        def register_load_state_pre_hook(self, hook: Callable[..., None]) -> None:
+            self.load_state = hook
+
+        def save(self, state: Any, file: Path) -> None:
+            if rank == 0:
+                torch.save(state, file)
+
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
-    modules, handles, states = [sharded(mesh) for _ in range(2)], [], []
-    for module in modules:
-        registered: list[Any] = []
-        accelerator: Any = SimpleNamespace(
-            scaler=None, _custom_objects=[], register_for_checkpointing=registered.append
-        )
-        handles.append(accelerate.attach(accelerator, module))
-        states += registered
+    modules = [sharded(mesh) for _ in range(2)]
+    accelerators: list[Any] = [Accelerator() for _ in modules]
+    handles = [accelerate.attach(*pair) for pair in zip(accelerators, modules, strict=True)]
     for i in range(STEPS):
         step(modules[0], i, rank % SHARDS)
-    saved = states[0].state_dict()
-    if rank == 0:
-        torch.save(saved, tmp_path / "state")
+    accelerators[0].save_state([], [], tmp_path)
     dist.barrier()
-    states[1].load_state_dict(torch.load(tmp_path / "state"))
+    accelerators[1].load_state([], tmp_path)
     assert _difference(modules[0], modules[1], STEPS, rank % SHARDS) <= MEAN_TOLERANCE
     assert handles[1].stats()["steps"] == STEPS + 1
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support.on_ranks import all_agree, on_ranks
+from support.synthetic import to_bytes
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=1)
 EVERY_THREE = functools.partial(
@@ -98,7 +100,40 @@ def test_accelerate_compiles_a_model_and_frees_it_with_its_state(rank: int, tmp_
     ddp(torch.randn(4, 48)).square().sum().backward()
     accelerator.load_state(str(tmp_path))
     assert compression.stats()["steps"] == 3
-    assert [path.name for path in tmp_path.glob("custom*")] == ["custom_checkpoint_0.pkl"]
+    assert [path.name for path in tmp_path.glob("powersgd*")] == ["powersgd_0.pt"]
+
+
+@needs("accelerate")
+@on_ranks(2)
+def test_accelerate_goes_from_plain_to_compressed_and_back(rank: int, tmp_path: Path) -> None:
+    _as_torchrun(rank)
+    from accelerate import Accelerator
+
+    from torch_powersgd.integrations.accelerate import attach
+
+    plain, compressed = Accelerator(cpu=True), Accelerator(cpu=True)
+    for accelerator in (plain, compressed):
+        ddp = accelerator.prepare(torch.nn.Linear(48, 48))
+    compression = attach(compressed, ddp, OPTIONS)
+    plain.save_state(str(tmp_path / "plain"))
+    dist.barrier()
+    compressed.load_state(str(tmp_path / "plain"))
+    for i in range(3):
+        assert compression.stats()["compressing"] is (i > 0)
+        compressed.backward(ddp(torch.randn(4, 48)).square().sum())
+    compressed.save_state(str(tmp_path / "compressed"))
+    dist.barrier()
+    plain.load_state(str(tmp_path / "compressed"))
+
+    file = tmp_path / "compressed" / "powersgd_0.pt"
+    dist.barrier()
+    if rank == 0:
+        file.write_bytes(file.read_bytes()[:1000])
+    dist.barrier()
+    before = to_bytes(compression.state_dict())
+    with pytest.raises(ValueError, match="must be what Compression.state_dict"):
+        compressed.load_state(str(tmp_path / "compressed"))
+    assert to_bytes(compression.state_dict()) == before
 
 
 @needs("accelerate")

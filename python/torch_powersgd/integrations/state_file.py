@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The file of a library's checkpoint that holds the state of a compression."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_powersgd import log
+from torch_powersgd.compression import Compression
+from torch_powersgd.local_steps import LocalSGD
+
+
+def load(compression: Compression | LocalSGD, file: Path) -> None:
+    """Loads the state, unless no process has the file: a run without compression saves none.
+
+    Raises:
+        ValueError: On every process, if one has no file or a damaged one.
+    """
+    state: Any = None
+    found = file.exists()
+    if found:
+        try:
+            state = torch.load(file, weights_only=True)
+        except Exception as error:  # Of any type: the other processes wait for this one.
+            log.warning(f"{file} is damaged: {error}")
+            state = {}
+    everyone = [False] * compression.group.size()
+    dist.all_gather_object(everyone, found, compression.group)
+    if any(everyone):  # A process without a state makes load_state_dict raise on all of them.
+        compression.load_state_dict(state)
+    elif compression.group.rank() == 0:
+        log.notice(f"{file} does not exist, so compression starts as in a new run")
