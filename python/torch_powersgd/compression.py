@@ -331,7 +331,8 @@ class Compression(Stateful):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context in which gradients are averaged exactly. The residuals are kept until it ends.
+        """A context in which gradients are averaged exactly. Compressed steps after it send what
+        the residuals hold.
 
         Every process must enter it between the same two steps.
         """

@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_powersgd import ports
@@ -58,15 +58,14 @@ def listen(port: int) -> bool:
     try:
         server = socket.create_server(("", port))
     except OSError as error:
-        problem = Problem(
-            f"This host cannot listen on port {port}: {os.strerror(error.errno or 0)}",
-            f"Stop what uses it, or choose another: --listen PORT, and --peer {_name()}:PORT there",
-        )
-        return _print([], [problem])
+        what = f"This host cannot listen on port {port}: {os.strerror(error.errno or 0)}"
+        there = f"--peer {_reached_as()}:PORT there"
+        remedy = f"Stop what uses it, or choose another: --listen PORT, and {there}"
+        return _print([], [Problem(what, remedy)])
     with server:
         server.settimeout(WAIT_SECONDS)
         print(f"waiting {WAIT_SECONDS / 60:.0f} minutes; on the other host, run:")
-        print(f"  {COMMAND} --peer {_name()}:{port}", flush=True)
+        print(f"  {COMMAND} --peer {_reached_as()}:{port}", flush=True)
         while True:
             try:
                 connection, address = server.accept()
@@ -119,7 +118,7 @@ def _examine(connection: socket.socket, port: int, dials: bool) -> bool:
         line = Line(connection)
         if line.exchange(HELLO) != HELLO:
             raise ValueError("another version")
-        theirs = Host(**line.exchange(vars(mine)))
+        mine, theirs = _told_apart(mine, Host(**line.exchange(vars(mine))))
         blocked = _blocked(theirs)
         blocked_theirs = line.exchange(blocked)
         for turn in (True, False):
@@ -137,6 +136,14 @@ def _examine(connection: socket.socket, port: int, dials: bool) -> bool:
     ]
     found = [*_refused(mine, theirs, blocked), *_refused(theirs, mine, blocked_theirs)]
     return _print(rows, found, trip)
+
+
+def _told_apart(mine: Host, theirs: Host) -> tuple[Host, Host]:
+    """Adds the addresses to equal names, which cloned machines have."""
+    if mine.name != theirs.name:
+        return mine, theirs
+    named = [replace(host, name=f"{host.name} ({host.own})") for host in (mine, theirs)]
+    return named[0], named[1]
 
 
 @contextlib.contextmanager
@@ -232,6 +239,13 @@ def _rate_text(rate: float) -> str:
 
 def _name() -> str:
     return socket.gethostname()
+
+
+def _reached_as() -> str:
+    """The address that Gloo would listen on, or this host's name if no other host can use it."""
+    address = gloo_address()
+    usable = address and ":" not in address and not is_loopback(address)
+    return address if usable else _name()
 
 
 def _print(rows: Rows, found: list[Problem], trip: float = 0.0) -> bool:

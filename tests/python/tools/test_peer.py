@@ -67,6 +67,24 @@ def test_both_sides_hear_that_all_is_well(fixed: bool, tmp_path: Path) -> None:
         assert "here on port" in said
 
 
+def test_hosts_with_one_name_are_told_apart() -> None:
+    assert peer._told_apart(HERE, THERE) == (HERE, THERE)
+    mine, theirs = peer._told_apart(HERE, dataclasses.replace(THERE, name="a"))
+    assert (mine.name, theirs.name) == ("a (10.0.0.1)", "a (10.0.0.2)")
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [("10.0.0.1", "10.0.0.1"), ("127.0.1.1", "name"), ("fe80::1", "name"), ("", "name")],
+)
+def test_the_other_host_is_told_an_address(
+    address: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "gloo_address", lambda: address)
+    monkeypatch.setattr(socket, "gethostname", lambda: "name")
+    assert peer._reached_as() == shown
+
+
 def test_both_sides_hear_of_a_blocked_port(tmp_path: Path) -> None:
     first = launch.free_port()
     allowed = f"{first}-{first + 99}"
