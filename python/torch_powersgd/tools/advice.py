@@ -18,9 +18,10 @@ EVERY = (5, 10, 20, 30, 50, 100)  # steps between two rounds of local steps
 WORTH_OF_RANK = 1.05  # times the fastest step; a higher matrix rank is worth this much
 
 HEADINGS = ("", "step\nms", "quartiles\nms", "sent\nper step", "times faster\nthan plain")
+NOISY = 1.3  # times from the lower quartile of a setting's steps to the upper one
 LOSS = (
-    "A higher matrix rank trains more like plain averaging. Compare the losses of your own model "
-    'before you rely on a setting: see "Choose your settings" in the documentation.'
+    "A higher matrix rank trains more like plain averaging. This says nothing about your model's "
+    'loss: "shadow" measures that. See "Choose your settings" in the documentation.'
 )
 RECOMMENDED = Options()
 OF_A_ROUND = Options(start_powerSGD_iter=0)
@@ -55,10 +56,23 @@ def print_advice(
     say(introduction)
     print()
     table_of(measured, chosen).print()
-    for note in (LOSS if chosen else "", local_steps(measured, sizes, round_seconds)):
+    of_chosen = [noise(chosen), LOSS] if chosen else []
+    for note in (*of_chosen, local_steps(measured, sizes, round_seconds)):
         if note:
             print()
             say(note)
+
+
+def noise(setting: Measured) -> str:
+    """Says that other programs may have disturbed the measurement, or nothing."""
+    lower, upper = _quartiles(setting)
+    if upper < NOISY * lower:
+        return ""
+    return (
+        f"These times are noisy: half of the steps with {setting.name} took {ms_text(lower)} to "
+        f"{ms_text(upper)} ms. If other programs use these machines, run it again without them: "
+        "another matrix rank may be faster."
+    )
 
 
 def waits(measured: Sequence[Measured], sizes: Sequence[Measured] = ()) -> bool:
@@ -142,7 +156,7 @@ def table_of(measured: Sequence[Measured], chosen: Measured | None) -> Table:
         (
             each.name,
             ms_text(each.median),
-            _quartiles(each),
+            " to ".join(map(ms_text, _quartiles(each))),
             size_text(each.sent_bytes) if each.averages else "",
             f"{_gain(plain, each):.2f}" if each in settings else "",
         )
@@ -164,8 +178,8 @@ def lines_to_copy(options: Options, bucket_cap_mb: int | None = None) -> str:
         for name, value in vars(options).items()
         if value != usual[name] and name != "start_powerSGD_iter"
     }
-    arguments = ", ".join(f"{name}={_as_code(value)}" for name, value in fields.items())
-    attached = f"torch_powersgd.attach(ddp, torch_powersgd.Options({arguments}))"
+    items = ", ".join(f'"{name}": {_as_code(value)}' for name, value in fields.items())
+    attached = f"torch_powersgd.attach(ddp, {{{items}}})"
     if bucket_cap_mb is None:
         return attached
     return f"ddp = DistributedDataParallel(model, bucket_cap_mb={bucket_cap_mb})\n{attached}"
@@ -190,9 +204,9 @@ def _worth(setting: Measured) -> tuple[int, int]:
     return setting.options.matrix_approximation_rank, setting.sent_bytes
 
 
-def _quartiles(setting: Measured) -> str:
+def _quartiles(setting: Measured) -> tuple[float, float]:
     lower, _, upper = statistics.quantiles(setting.seconds, n=4, method="inclusive")
-    return f"{ms_text(lower)} to {ms_text(upper)}"
+    return lower, upper
 
 
 def _as_code(value: object) -> str:

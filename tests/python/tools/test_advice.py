@@ -183,7 +183,17 @@ def test_the_line_to_copy_sets_what_was_measured(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = lines_to_copy(tp.Options(**{"wire_dtype": "int8", **fields, "start_powerSGD_iter": 0}))
-    assert f"(matrix_approximation_rank={fields['matrix_approximation_rank']}" in line
+    assert f"{{\"matrix_approximation_rank\": {fields['matrix_approximation_rank']}" in line
     monkeypatch.setattr(tp, "attach", lambda *arguments: arguments)
     given = eval(line, {"torch_powersgd": tp, "ddp": "ddp", "torch": torch})
-    assert given == ("ddp", tp.Options(**fields))
+    assert given == ("ddp", fields)
+
+
+def test_noise_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    setting = _setting(16, 100)
+    setting.rounds = [[0.070, 0.081, 0.119]] * ROUNDS
+    print_advice(_measured(200, setting), "Two processes.")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "half of the steps with matrix rank 16, int8 took 70.0 to 119 ms" in said
+    print_advice(_measured(200, _setting(16, 100)), "Two processes.")
+    assert "noisy" not in capsys.readouterr().out
