@@ -276,9 +276,10 @@ class Compression(Stateful):
         assert loaded is not None  # otherwise _agree raised
         loaded.into(self._reducer.states)
         if self._speaks:
+            many = "parameter" if loaded.parameters == 1 else "parameters"
             log.notice(
                 f"loaded the state of step {loaded.step}, with the residuals of "
-                f"{loaded.parameters} parameters"
+                f"{loaded.parameters} {many}"
             )
 
     def _read(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:

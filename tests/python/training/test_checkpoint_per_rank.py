@@ -165,6 +165,22 @@ def test_distributed_checkpoint_of_each_rank(rank: int, tmp_path: Path) -> None:
     assert same(_train(rank, first, of_first, steps), _train(rank, second, of_second, steps))
 
 
+@on_ranks(2)
+def test_a_distributed_checkpoint_without_compression(rank: int, tmp_path: Path) -> None:
+    """Training starts anew, and a planner that loads parts finds what there is."""
+    ddp, compression = make_compressed(SHAPES, OPTIONS)
+    dcp.save({"model": ddp.module.state_dict()}, checkpoint_id=tmp_path)
+    before = to_bytes(compression.state_dict(per_rank=True))
+    for handle in (compression, compression.per_rank):
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(
+            {"model": ddp.module.state_dict(), "powersgd": handle},
+            checkpoint_id=tmp_path,
+            planner=planner,
+        )
+        assert to_bytes(compression.state_dict(per_rank=True)) == before
+
+
 def _mean(rank: int, folder: Path, save: bool) -> bytes:
     """The mean state that is saved, or loaded."""
     ddp, compression = make_compressed(SHAPES, OPTIONS)
