@@ -63,8 +63,7 @@ class Options:
         wire_dtype: Data type in which factors are sent: ``"int8"``, ``"int4"``,
             ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``. The quantization error goes
             to the residual. None: float32, or float64 for float64 gradients. Gradients that aren't
-            compressed are never rounded: with an integer type they are sent in their own type
-            (float16 as float32), otherwise in the factors'.
+            compressed are never rounded.
         residual_dtype: Data type of the residual: ``torch.float32``, ``torch.bfloat16`` or
             ``torch.float16``. Residuals of float64 gradients are always float64. Values beyond the
             type's largest are cut off; ``Compression.stats()["saturated_steps"]`` counts the steps

@@ -130,8 +130,8 @@ class LocalSGD(Stateful):
     def sync(self, exact: bool = False) -> None:
         """Runs a round of all fragments now. Collective.
 
-        It makes the model the same on all processes, for a checkpoint or an evaluation. The
-        schedule of later rounds doesn't change.
+        It makes the model the same on all processes, for a checkpoint or, with ``exact``, for an
+        evaluation. The schedule of later rounds doesn't change.
 
         Args:
             exact: Whether to set the parameters to their exact mean over the processes: the changes
