@@ -277,8 +277,12 @@ class Compression(Stateful):
         loaded.into(self._reducer.states)
         if self._speaks:
             many = "parameter" if loaded.parameters == 1 else "parameters"
-            held = f", with the residuals of {loaded.parameters} {many}" if loaded.step else ""
-            log.notice(f"loaded the state of step {loaded.step}{held}")
+            log.notice(
+                f"loaded the state of step {loaded.step}, with the residuals of "
+                f"{loaded.parameters} {many}"
+                if loaded.step
+                else "loaded a state without any step, so compression starts as in a new run"
+            )
 
     def _read(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:
         """Returns this process's part, checked. It raises a ValueError if it does not fit."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
+from support.log_records import LogRecords
 from support.on_ranks import all_agree, on_ranks
 from support.paired_training import same
 from support.synthetic import (
@@ -168,6 +170,7 @@ def test_distributed_checkpoint_of_each_rank(rank: int, tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_distributed_checkpoint_without_compression(rank: int, tmp_path: Path) -> None:
     """Training starts anew, and a planner that loads parts finds what there is."""
+    records = LogRecords(logging.INFO)
     ddp, compression = make_compressed(SHAPES, OPTIONS)
     dcp.save({"model": ddp.module.state_dict()}, checkpoint_id=tmp_path)
     before = to_bytes(compression.state_dict(per_rank=True))
@@ -179,6 +182,8 @@ def test_a_distributed_checkpoint_without_compression(rank: int, tmp_path: Path)
             planner=planner,
         )
         assert to_bytes(compression.state_dict(per_rank=True)) == before
+    said = records.matching("loaded a state without any step, so compression starts as in a new")
+    assert len(said) == 2 * (rank == 0)
 
 
 def _mean(rank: int, folder: Path, save: bool) -> bytes:
