@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def attach(
     found = target_of(target)
     compression = compress(found, options, found.group(group), scaler, register_hook, previous)
     if compression._speaks:
-        _announce(compression, found.gradients().values())
+        _announce(compression, found)
     return compression
 
 
@@ -119,7 +119,7 @@ def make_reducer(
     return reducer, agreed.described
 
 
-def _announce(compression: Compression, gradients: Iterable[torch.Tensor]) -> None:
+def _announce(compression: Compression, target: Target) -> None:
     """Logs what is compressed, what a step sends, and at which step compression starts."""
     group, options = compression.group, compression.options
     if group.size() == 1:
@@ -133,7 +133,7 @@ def _announce(compression: Compression, gradients: Iterable[torch.Tensor]) -> No
     if outline.compressed_parameters == 0:
         remedy = (
             f"Use a matrix rank of at most {highest}"
-            if (highest := highest_rank(gradients, options))
+            if (highest := highest_rank(target.gradients().values(), options))
             else "They are too small for any matrix rank"
         )
         log.warning(
