@@ -79,7 +79,11 @@ class CollectiveCall:
             ValueError: If a rank has an error, ``compare`` returns one, or a rank does not call. It
                 is raised on every rank.
         """
-        self.store.set(str(self.rank), json.dumps(mine))
+        try:
+            text = json.dumps(mine)
+        except Exception as invalid:  # such as an integer of 5000 digits
+            text = json.dumps(error_as_arguments(invalid))
+        self.store.set(str(self.rank), text)
         if self.rank == 0:
             # Only one rank compares and looks for absent ranks, so that n ranks make n requests.
             everyone = [str(rank) for rank in range(len(self.global_ranks))]

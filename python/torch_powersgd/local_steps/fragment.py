@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd.attach import compress
 from torch_powersgd.options import Options
+from torch_powersgd.scope import scope
 from torch_powersgd.targets import NamedTensors, shard_of
 
 Tensors = dict[str, torch.Tensor]
@@ -110,6 +111,12 @@ class Fragment:
             parameter.copy_(anchor + (parameter - begun_at[name]) if overlapped else anchor)
         return _first_of(finite)
 
+    def discard(self) -> None:
+        """Ends a round in flight, and changes nothing."""
+        if self._work is not None:
+            self._work.wait()
+        self._work, self._begun_at, self._changes = None, {}, {}
+
     def subtract(self, means: Tensors) -> None:
         """Moves the anchors to the mean of the processes' parameters."""
         for name, mean in means.items():
@@ -123,18 +130,36 @@ class Fragment:
 
 
 @torch.no_grad()
-def average_exactly(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
-    """Averages tensors in place, except numbers whose mean is not finite. Returns the bytes."""
+def average_exactly(tensors: Tensors, group: dist.ProcessGroup) -> tuple[int, list[str]]:
+    """Averages tensors in place, each number over the processes where it is finite.
+
+    Returns:
+        The bytes sent, and the names of the tensors that had numbers here that are not finite, and
+        got those of other processes.
+    """
     if not tensors:
-        return 0
-    flat = torch.cat([at_least_float32(tensor).reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    flat /= group.size()
-    means = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, mean in zip(tensors, means, strict=True):
-        mean = mean.view_as(tensor)
-        tensor.copy_(torch.where(mean.isfinite(), mean, tensor))
-    return flat.nbytes
+        return 0, []
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    flat = torch.cat([at_least_float32(tensor).reshape(-1) for tensor in tensors.values()])
+    finite = flat.isfinite()
+    sums = torch.cat([flat.where(finite, 0), finite.logical_not().any().to(flat.dtype).view(1)])
+    counts: torch.Tensor | int = group.size()
+    sent = sums.nbytes
+    with scope("never"):
+        dist.all_reduce(sums, group=group)
+        if sums[-1] > 0:
+            counts = finite.to(flat.dtype)
+            dist.all_reduce(counts, group=group)
+            sent += counts.nbytes
+    means = sums[:-1] / counts
+    averaged = means.isfinite()
+    parts = [part.split(sizes) for part in (means, averaged, averaged & ~finite)]
+    mended = []
+    for (name, tensor), mean, takes, mends in zip(tensors.items(), *parts, strict=True):
+        tensor.copy_(torch.where(takes.view_as(tensor), mean.view_as(tensor), tensor))
+        if mends.any():
+            mended.append(name)
+    return sent, mended
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -277,7 +277,7 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     assert same(model.parameters(), before)
     assert not sgd._optimizer_step_post_hooks
     first.detach()
-    _refuses(first.state_dict, "LocalSGD has ended: save or load its state before that")
+    _refuses(first.state_dict, "LocalSGD has ended: sync it, or save or load its state, before")
     tp.LocalSGD(model, taken, 4).detach()
     local = DistributedDataParallel(_net())
     steps = tp.LocalSGD(local, _sgd(local), 4)
