@@ -86,10 +86,15 @@ class Fragment:
         self._work = self.compression.all_reduce(self._changes)
         return not_finite
 
+    def wait(self) -> None:
+        """Waits for the means of the round in flight, if there is one."""
+        if self._work is not None:
+            self._work.wait()
+
     @torch.inference_mode(False)  # An outer optimizer keeps what it makes of the means.
     @torch.no_grad()
     def finish(self, update: Callable[[Fragment, Tensors], None]) -> str:
-        """Waits for the means, and moves the anchors and the parameters.
+        """Moves the anchors and the parameters by the means.
 
         A parameter whose mean is not finite goes back to its anchor, as if there had been no round.
 
@@ -99,8 +104,7 @@ class Fragment:
         Returns:
             The name of a parameter whose mean is not finite, or nothing.
         """
-        assert self._work is not None
-        self._work.wait()
+        self.wait()
         self._work, means = None, self._changes
         begun_at, self._begun_at, self._changes = self._begun_at, {}, {}
         finite = _finite(means)
@@ -113,8 +117,7 @@ class Fragment:
 
     def discard(self) -> None:
         """Ends a round in flight, and changes nothing."""
-        if self._work is not None:
-            self._work.wait()
+        self.wait()
         self._work, self._begun_at, self._changes = None, {}, {}
 
     def subtract(self, means: Tensors) -> None:

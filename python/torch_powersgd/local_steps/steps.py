@@ -30,7 +30,7 @@ from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.options import Options
 from torch_powersgd.reduction_checks import parameters_of
 from torch_powersgd.stats import ratio
-from torch_powersgd.store_agreement import equality_of
+from torch_powersgd.store_agreement import equality_of, naming_absent
 
 _BROADCAST_BYTES = 250 << 20  # as DDP's
 _ALLOWED = 20  # steps that don't count: optimizers that share a model take turns
@@ -394,7 +394,9 @@ class LocalSGD(Stateful):
 
     def _average_buffers(self, compressed: bool = True) -> None:
         """Averages the buffers with the last fragment of a round, ``compressed`` or exact."""
-        sent, mended = average_exactly(self._buffers, self.group)
+        deed = f"averaged the buffers of {type(self).__name__} after round {self._rounds}"
+        with naming_absent(self.group, deed):
+            sent, mended = average_exactly(self._buffers, self.group)
         self._buffer_bytes += sent
         if compressed and self._step > self.schedule.warmup_steps:
             self._round_buffer_bytes += sent
@@ -429,6 +431,8 @@ class LocalSGD(Stateful):
         if not fragment.in_flight:
             return
         reshard(self._model)
+        with naming_absent(self.group, f"begun round {self._rounds + 1} of {type(self).__name__}"):
+            fragment.wait()
         averages = averages or self._step <= self.schedule.warmup_steps
         if fragment.finish(Fragment.subtract if averages else self._move):
             self._dropped += 1
