@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,7 @@ def test_a_damaged_state_is_an_error_on_all_ranks_or_does_no_harm(rank: int) -> 
     for place in PLACES:
         for value in (*VALUES, *["gone", "renamed"][: 2 * len(place)]):
             state = Damage(place, value, only=1).apply(from_bytes(good), rank)
-            kind, message = outcome_of(lambda state=state: job.steps.load_state_dict(state))
+            kind, message = outcome_of(partial(job.steps.load_state_dict, state))
             assert all_agree((kind, message)), (place, value, kind, message)
             if kind:
                 where = (place, value, kind, message)
