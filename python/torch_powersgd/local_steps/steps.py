@@ -11,13 +11,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_powersgd import grad_scaler, log
 from torch_powersgd.checkpoint import PerRank
-from torch_powersgd.ddp import in_local_steps
 from torch_powersgd.group_backends import next_call_on
-from torch_powersgd.local_steps import checks, running, state, summary
+from torch_powersgd.local_steps import averaging, checks, running, state, summary
 from torch_powersgd.local_steps.checks import Arguments, Schedule
 from torch_powersgd.local_steps.fragment import (
     Fragment,
@@ -62,8 +62,9 @@ class LocalSGD(Stateful):
 
     Args:
         model: Module whose trainable parameters are averaged. DDP over the processes of ``group``
-            counts as the module inside it. DDP over other processes, or FSDP2, keeps averaging
-            gradients in every step, within a host or a replica.
+            counts as the module inside it, and averages nothing until the end. DDP over other
+            processes, or FSDP2, keeps averaging gradients in every step, within a host or a
+            replica.
         optimizer: Optimizer whose steps are counted.
         sync_every: Number of steps from one round of a parameter to its next.
         options: As in ``attach``. A step of the options is a round. Unless you set
@@ -110,7 +111,7 @@ class LocalSGD(Stateful):
         )
         found = checks.agree(type(self).__name__, arguments)
         self.group = found.group
-        self._model, self._ddp = found.model, found.ddp
+        self._model = found.model
         self._buffer_names = frozenset(found.buffers)
         shared = [*found.shared.values()]
         dist._broadcast_coalesced(self.group, shared, _BROADCAST_BYTES, 0)
@@ -124,11 +125,10 @@ class LocalSGD(Stateful):
         self._moved = False  # whether a step was taken since ``sync``
         self._ended = False
         self._last_stats: dict[str, Any] = {}  # once it has ended
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = False  # as in DDP's no_sync()
-            in_local_steps.add(self._ddp)
-        self._hook = optimizer.register_step_post_hook(self._after_step)
         self._trained = {id(p) for part in found.parts for p in part.values()}
+        self._wrappers: set[DistributedDataParallel] = set()  # which average nothing
+        self._stop_averaging()
+        self._hook = optimizer.register_step_post_hook(self._after_step)
         self._uncounted = 0  # steps of other optimizers since the last that counts
         running.begin(self)
         if scaler is not None:
@@ -291,9 +291,8 @@ class LocalSGD(Stateful):
     def _end(self) -> None:
         running.end(self)
         self._hook.remove()
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = True
-            in_local_steps.discard(self._ddp)
+        for ddp in self._wrappers:
+            averaging.go_on(ddp)
         self._ended = True
 
     def __enter__(self) -> Self:
@@ -368,14 +367,11 @@ class LocalSGD(Stateful):
     def _count_step(self) -> None:
         if self._ended:
             return
-        if self._ddp is not None and self._ddp._join_config.enable:
-            raise RuntimeError(
-                f"{type(self).__name__} does not work inside DDP's join(): leave join() out, and "
-                "call step_skipped() on a process for each step that it lacks"
-            )
         self._step += 1
         self._taken += 1
         self._moved = True
+        if self._taken == 1:
+            self._stop_averaging()
         if self._step <= self.schedule.warmup_steps:
             self._sync(exact=False)
             return
@@ -386,6 +382,12 @@ class LocalSGD(Stateful):
             self._finish(self._fragments[ends])
             if ends + 1 == len(self._fragments):
                 self._average_buffers()
+
+    def _stop_averaging(self) -> None:
+        """Stops every DDP around the model. It may have been created after this object."""
+        self._wrappers.update(averaging.wrappers_of(self._trained, self.group))
+        for ddp in self._wrappers:
+            averaging.stop(ddp)
 
     @property
     def _buffers(self) -> Tensors:
