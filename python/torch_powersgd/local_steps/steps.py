@@ -76,8 +76,8 @@ class LocalSGD(Stateful):
             less than ``sync_every``. The round keeps what they have changed.
         warmup_steps: Number of steps at the start that each end with a round of all parameters.
         average_buffers: Whether rounds also average persistent floating-point buffers, such as the
-            statistics of batch normalization. They are sent whole, and a number that isn't finite on
-            a process is left out of the mean.
+            statistics of batch normalization. They are sent whole, and numbers that aren't finite
+            are left out of the mean.
         group: Group to average over, with a powersgd backend for the parameters' device. None is
             the default group. If DDP or FSDP2 works inside, it has one process of each replica.
         scaler: ``GradScaler`` of the training. The steps that it skips then count as well.
