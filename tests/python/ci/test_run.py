@@ -15,9 +15,9 @@ from support.repository import ROOT
 
 STEPS = ["tools", "lint", "docs", "test-python", "test-cpp", "test-sanitized"]
 # These need compilers and an emulator, for which there are stand-ins.
-STEPS += ["gpu-programs", ".ci/nvcc_report.sh", ".ci/cuda_torch.sh", "test-aarch64"]
+STEPS += [".ci/other_pythons.sh", "gpu-programs", ".ci/nvcc_report.sh", ".ci/cuda_torch.sh", "test-aarch64"]
 TOOLS = ["nvcc", "aarch64-linux-gnu-g++", "qemu-aarch64"]
-SCRIPTS = [".ci/nvcc_report.sh", ".ci/cuda_torch.sh"]
+SCRIPTS = [".ci/other_pythons.sh", ".ci/nvcc_report.sh", ".ci/cuda_torch.sh"]
 
 STAND_IN = """#!/bin/sh
 step=${1:-$0}
