@@ -19,6 +19,7 @@ import torch
 import torch_powersgd as tp
 import torch_powersgd.__main__
 from setup_support import metadata
+from support.deadline import DEADLOCK
 from support.repository import ROOT
 from torch_powersgd._core import _C
 from torch_powersgd.integrations.libraries import TESTED
@@ -52,7 +53,7 @@ def copy(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_setup(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "setup.py", "--quiet", *arguments]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLOCK)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
 
