@@ -25,12 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_powersgd.attach import attach
 from torch_powersgd.compression import Compression
 from torch_powersgd.group_backends import BACKENDS
+from torch_powersgd.integrations.libraries import overrides, unfit
 from torch_powersgd.local_steps import LocalSGD
 from torch_powersgd.options import Options
 
 try:
     from lightning.fabric.utilities import move_data_to_device
     from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.precision import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -40,6 +42,7 @@ except ModuleNotFoundError as error:
 KEY = "torch_powersgd"  # of the state in a checkpoint
 
 
+@overrides("lightning", "_get_process_group_backend")
 class PowerSGDStrategy(DDPStrategy):
     """Lightning's DDP over a powersgd group, with the module attached and its state saved.
 
@@ -87,6 +90,8 @@ class PowerSGDStrategy(DDPStrategy):
 
     @property
     def _scaler(self) -> Any:
+        if isinstance(self.precision_plugin, MixedPrecision):
+            return self.precision_plugin.scaler  # An error if it has none, and not None.
         return getattr(self.precision_plugin, "scaler", None)
 
     def _begin(self, compression: Compression | LocalSGD) -> None:
@@ -94,6 +99,12 @@ class PowerSGDStrategy(DDPStrategy):
         if self._loaded is not None:
             compression.load_state_dict(self._loaded)
             self._loaded = None
+
+    def training_step(self, *arguments: Any, **named: Any) -> Any:
+        if self.compression is None:
+            fact = "it trains before it has called configure_ddp and setup_optimizers"
+            raise RuntimeError(unfit("lightning", fact))
+        return super().training_step(*arguments, **named)
 
     # Lightning saves on all ranks, and loads before it wraps the module.
     def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> None:

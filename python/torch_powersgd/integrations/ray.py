@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_powersgd._backend import NAME, register
+from torch_powersgd.integrations.libraries import overrides
 
 try:
     from ray.train.torch import TorchConfig
@@ -29,6 +30,7 @@ except ModuleNotFoundError as error:
 _TORCH_BACKEND: Any = TorchConfig().backend_cls
 
 
+@overrides("ray")
 @dataclass
 class PowerSGDConfig(TorchConfig):  # type: ignore[misc]
     """Ray's ``TorchConfig`` for workers whose process group is a powersgd group.
@@ -48,6 +50,7 @@ class PowerSGDConfig(TorchConfig):  # type: ignore[misc]
         return PowerSGDBackend
 
 
+@overrides("ray")
 class PowerSGDBackend(_TORCH_BACKEND):  # type: ignore[misc]
     """The class that ``PowerSGDConfig`` names. Ray calls it where it starts the workers."""
 

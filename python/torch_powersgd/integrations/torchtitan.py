@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from torch_powersgd._backend import NAME
 from torch_powersgd.attach import attach
+from torch_powersgd.integrations.libraries import overrides
 from torch_powersgd.options import Options, configure
 
 try:
@@ -62,6 +63,7 @@ def compressed(config: Trainer.Config, options: Options | None = None) -> Traine
     return made
 
 
+@overrides("torchtitan")
 class CompressedTrainer(Trainer):  # type: ignore[misc]
     """torchtitan's Trainer over powersgd groups, with its model attached and the state saved.
 

@@ -17,6 +17,7 @@ examples/with_transformers.py is a whole program.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_powersgd.attach import attach as attach_module
 from torch_powersgd.compression import Compression
 from torch_powersgd.integrations import state_file
+from torch_powersgd.integrations.libraries import overrides, unfit
 from torch_powersgd.local_steps import LocalSGD
 from torch_powersgd.options import Options
 
@@ -39,6 +41,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 FILE = "powersgd.pt"  # in the folder of a checkpoint
+_RESUMES = "resume_from_checkpoint"
 
 
 def attach(trainer: Trainer, options: Options | None = None) -> None:
@@ -67,18 +70,26 @@ def local_steps(trainer: Trainer, make: Callable[..., LocalSGD]) -> None:
 
 def _add(callback: CompressionCallback) -> None:
     trainer = callback.trainer
-    trainer.add_callback(callback)
     train = trainer.train
+    signature = inspect.signature(train)
+    if _RESUMES not in signature.parameters:
+        raise RuntimeError(unfit("transformers", f"Trainer.train has no argument {_RESUMES}"))
+    trainer.add_callback(callback)
 
     # The trainer does not tell its callbacks where it resumes from.
     @functools.wraps(train)
-    def resuming(resume_from_checkpoint: Any = None, *arguments: Any, **named: Any) -> Any:
-        callback.resumed = resume_from_checkpoint
-        return train(resume_from_checkpoint, *arguments, **named)
+    def resuming(*arguments: Any, **named: Any) -> Any:
+        callback.resumed = signature.bind(*arguments, **named).arguments.get(_RESUMES)
+        ended = train(*arguments, **named)
+        if callback.compression is None:
+            fact = "Trainer.train has not called on_train_begin, so nothing was compressed"
+            raise RuntimeError(unfit("transformers", fact))
+        return ended
 
     trainer.train = resuming  # type: ignore[method-assign]
 
 
+@overrides("transformers")
 class CompressionCallback(TrainerCallback):
     """The callback that ``attach`` and ``local_steps`` add.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from torch_powersgd.options import Options
 from torch_powersgd.reduction_checks import parameters_of
 from torch_powersgd.stats import ratio
 from torch_powersgd.store_agreement import equality_of, naming_absent
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _BROADCAST_BYTES = 250 << 20  # as DDP's
 _ALLOWED = 20  # steps that don't count: optimizers that share a model take turns

@@ -17,7 +17,7 @@ namespace powersgd::test {
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr Grace kShort{std::chrono::milliseconds(20), std::chrono::milliseconds(5)};
-constexpr std::chrono::seconds kNeverReached(20);  // a hang becomes a failure
+constexpr std::chrono::seconds kNeverReached(300);  // a hang becomes a failure
 
 // The connection of a group of one rank.
 inline std::shared_ptr<Connection> connection_of_one() {

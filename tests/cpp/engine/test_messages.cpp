@@ -90,7 +90,7 @@ class Bucket {
 // The engines of all ranks.
 class Engines {
  public:
-  explicit Engines(int size, Grace grace = {std::chrono::seconds(10), std::chrono::hours(1)})
+  explicit Engines(int size, Grace grace = {kNeverReached, std::chrono::hours(1)})
       : size(size), backends(test::make_thread_backends(size)) {
     for (int rank = 0; rank < size; ++rank) {
       engines.push_back(std::make_unique<ThreadEngine>(

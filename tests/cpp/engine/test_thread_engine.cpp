@@ -22,12 +22,13 @@ namespace {
 
 using test::Gate;
 using test::job_of;
+using test::kNeverReached;
 using test::kShort;
 using test::submit;
 
 class ThreadEngineTest : public testing::Test {
  protected:
-  ThreadEngine engine_{0, test::connection_of_one(), Grace{std::chrono::seconds(10), kShort.abort}};
+  ThreadEngine engine_{0, test::connection_of_one(), Grace{kNeverReached, kShort.abort}};
 };
 
 TEST_F(ThreadEngineTest, RunsJobsInOrderOffTheCallersThread) {

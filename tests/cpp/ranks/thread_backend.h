@@ -17,7 +17,7 @@
 
 namespace powersgd::test {
 
-constexpr std::chrono::milliseconds kDefaultTimeout{20'000};
+constexpr std::chrono::milliseconds kDefaultTimeout{300'000};
 
 // A c10d backend without a network, for CPU tensors. Deterministic: a reduction adds in rank order,
 // in the dtype of the tensors, so that all ranks get identical bits.

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from support.deadline import OPERATION
+
 
 @dataclass
 class Peer:
@@ -216,8 +218,8 @@ def barriers(peer: Peer) -> Any:
     dist.barrier(peer.group, async_op=True).wait()
     # dist.monitored_barrier refuses every backend that is not called "gloo".
     group: Any = peer.group  # its type lacks the method
-    group.monitored_barrier(timedelta(seconds=30))
-    group.monitored_barrier(timedelta(seconds=30), wait_all_ranks=True)
+    group.monitored_barrier(timedelta(seconds=OPERATION))
+    group.monitored_barrier(timedelta(seconds=OPERATION), wait_all_ranks=True)
     return dist.get_world_size(peer.group)
 
 

@@ -33,9 +33,8 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
+from support.deadline import OPERATION
 from support.synthetic import gradient, gradients, make_attached, step
-
-HANG = 120  # seconds; on a busy machine all programs together take a good part of a minute
 
 SHAPES = {"weight": (32, 48), "bias": (48,)}
 
@@ -59,7 +58,7 @@ def init(rank: int, store: str) -> None:
         store=dist.FileStore(store, 2),
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=HANG),
+        timeout=timedelta(seconds=OPERATION),
         pg_options=tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0),
     )
     dist.barrier()
@@ -215,7 +214,7 @@ def run_all(folder: str, programs: list[str]) -> dict[str, list[list[int]]]:
     left = Counter(programs)
     while left:
         running = {name: start(name, f"{folder}/{name}{left[name]}") for name in left}
-        deadline = time.monotonic() + HANG
+        deadline = time.monotonic() + OPERATION
         for name, pids in running.items():
             results[name].append(wait(pids, deadline))
         left -= Counter(running.keys())
@@ -236,6 +235,6 @@ if __name__ == "__main__":
         rank_to_be = fork.args
     if rank_to_be is not None:
         name, rank, store = rank_to_be
-        faulthandler.dump_traceback_later(HANG - 5)
+        faulthandler.dump_traceback_later(OPERATION - 5)
         init(rank, store)
         globals()[name](rank)

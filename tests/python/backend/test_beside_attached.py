@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support import ranks
 from support.call_observer import in_backward
+from support.deadline import UNLIMITED
 from support.log_records import LogRecords
 from support.models import SyncedNorm
 from support.paired_training import same
@@ -192,7 +193,7 @@ class BesideAttached:
     """A rank of the pool, which runs each case in groups of its own."""
 
     def __init__(self, rank: int) -> None:
-        ranks.init_group("gloo", op_timeout=300)
+        ranks.init_group("gloo", op_timeout=UNLIMITED)
         self.rank = rank
 
     def run(self, name: str) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.deadline import DEADLOCK
+
 SCRIPT = Path(__file__).with_name("exit_programs.py")
 # The exit codes of both ranks.
 EXPECTED = {
@@ -34,7 +36,10 @@ Ended = tuple[dict[str, list[list[int]]], str]
 
 def _run(folder: Path, programs: list[str]) -> Ended:
     ended = subprocess.run(
-        [sys.executable, SCRIPT, folder, *programs], capture_output=True, text=True, timeout=400
+        [sys.executable, SCRIPT, folder, *programs],
+        capture_output=True,
+        text=True,
+        timeout=5 * DEADLOCK,
     )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout), ended.stderr

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
+from support.deadline import OPERATION
 from support.groups import world
 from support.on_ranks import on_ranks
 from support.synthetic import (
@@ -96,7 +97,7 @@ def test_training_in_a_split_group(rank: int) -> None:
     """
     dist.barrier()
     members = [0, 1] if rank < 2 else [2, 3]
-    group = world().split_group(members, timedelta(seconds=60), group_name=f"{members}")
+    group = world().split_group(members, timedelta(seconds=OPERATION), group_name=f"{members}")
     backend = group._get_backend(CPU)
     assert (backend.rank(), backend.size()) == (rank % 2, 2)
     (ddp, compression), ledger = make_compressed(SHAPES, process_group=group), Ledger()
@@ -106,6 +107,6 @@ def test_training_in_a_split_group(rank: int) -> None:
         assert total.item() == 6
     assert max(ledger.errors(residuals_of(compression)).values()) < TOLERANCE
     assert (tp.stats()["steps"], tp.stats(group)["compressed_calls"]) == (0, 5)
-    none = world().split_group([0, 1, 2], timedelta(seconds=30), group_name="three")
+    none = world().split_group([0, 1, 2], timedelta(seconds=OPERATION), group_name="three")
     assert (none is None) == (rank == 3)
     dist.barrier()

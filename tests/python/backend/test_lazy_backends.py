@@ -142,7 +142,7 @@ def test_a_group_of_some_ranks(rank: int, make: Callable[[list[int]], Any], inne
     assert tp.stats()["compressed_calls"] == 0
 
 
-@on_ranks(backend=None, timeout=60)
+@on_ranks(backend=None)
 def test_an_abort_while_the_other_rank_does_not_come(rank: int) -> None:
     ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=1)
     if rank == 0:

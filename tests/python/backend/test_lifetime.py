@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 
 import torch_powersgd as tp
 from support import ranks
+from support.deadline import OPERATION, UNLIMITED
 from support.groups import backend_of_world, world
 from support.on_ranks import on_ranks
 from support.synthetic import (
@@ -32,9 +33,6 @@ from support.synthetic import (
 from torch_powersgd._backend import _create
 
 ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
-
-# A shutdown waits for 10 s and an abort for 1 s; a busy machine takes some more.
-SHUTDOWN_BOUND, ABORT_BOUND = 16, 8
 
 
 def _threads_and_files() -> tuple[int, int]:
@@ -65,9 +63,7 @@ def test_what_is_left_of_a_group_that_has_ended(rank: int, end: Callable[[], Non
     group, fresh, (ddp, compression) = world(), make_ddp(SHAPES), make_compressed(SHAPES)
     step(ddp, gradients(SHAPES, rank, 0))
     dist.barrier()
-    started = time.monotonic()
     end()
-    assert time.monotonic() - started < 5
     uses: list[Callable[[], object]] = [
         lambda: group.allreduce([gradient([64, 64], rank)]).wait(),
         lambda: step(ddp, gradients(SHAPES, rank, 1)),
@@ -100,26 +96,19 @@ def test_a_destruction_lets_works_end_that_the_peer_answers(rank: int) -> None:
         assert tensor.equal(tensors[0])
 
 
+# A shutdown waits for 10 s.
 @pytest.mark.parametrize(
-    ("end", "bound"),
-    [
-        (_abort, ABORT_BOUND),
-        pytest.param(dist.destroy_process_group, SHUTDOWN_BOUND, marks=pytest.mark.long),
-    ],
+    "end", [_abort, pytest.param(dist.destroy_process_group, marks=pytest.mark.long)]
 )
-@on_ranks(options=ALWAYS)
-def test_works_that_the_peer_never_answers(
-    rank: int, end: Callable[[], None], bound: float
-) -> None:
+@on_ranks(options=ALWAYS, op_timeout=UNLIMITED)
+def test_works_that_the_peer_never_answers(rank: int, end: Callable[[], None]) -> None:
     store = ranks.side_store()
     _start(rank).wait()
     if rank == 1:
         store.wait(["rank 0 has ended its group"])
         return
     works = [_start(rank) for _ in range(4)]
-    started = time.monotonic()
     end()
-    elapsed = time.monotonic() - started
     # The first is on the wire, where only Gloo's time-out ends it; the others never began.
     for work in works[1:]:
         assert work.is_completed()
@@ -127,7 +116,6 @@ def test_works_that_the_peer_never_answers(
             with pytest.raises(RuntimeError, match="shut down or aborted"):
                 wait()
     store.set("rank 0 has ended its group", "1")
-    assert elapsed < bound
 
 
 @on_ranks(backend=None)
@@ -191,7 +179,7 @@ def _lost_backend(rank: int, number: int) -> None:
     options = _DistributedBackendOptions()
     options.store = dist.PrefixStore(f"backend {number}", ranks.side_store())
     options.group_rank, options.group_size = rank, 2
-    options.timeout = timedelta(seconds=60)
+    options.timeout = timedelta(seconds=OPERATION)
     backend: Any = _create(options, ALWAYS)
     backend.allreduce([gradient([64, 64], rank)]).get_future().then(lambda done: None).wait()
     works = [backend.allreduce([gradient([64, 64], rank)]) for _ in range(10 * (number % 2))]
@@ -225,7 +213,7 @@ def _leaves_nothing(rank: int, make_and_lose: Callable[[int, int], None]) -> Non
     assert max(counts[2:]) <= max(counts[:2]), counts
 
 
-@on_ranks(timeout=30)
+@on_ranks()
 def test_a_model_that_outlives_its_group(rank: int) -> None:
     ddp = make_attached(SHAPES)
     if rank == 1:

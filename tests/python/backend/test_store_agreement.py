@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import launch, ranks
+from support.deadline import UNLIMITED
 from support.groups import world
 from support.on_ranks import on_ranks
 from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relative_error, step
@@ -26,7 +27,6 @@ from torch_powersgd._backend import compare_options
 from torch_powersgd.attach_checks import Proposal
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0)
-OP_TIMEOUT = 40  # the messages would show a hang until the group's time-out
 
 
 def _hurry() -> None:
@@ -39,6 +39,15 @@ def _forgets_attach(rank: int) -> tuple[str, str]:
     """The messages and errors of each rank if rank 2 trains without attach."""
     _hurry()
     ddp, raised = make_ddp(SHAPES), ""
+    wait, store = store_agreement.CollectiveCall._wait, ranks.side_store()
+
+    def wait_together(call: store_agreement.CollectiveCall, keys: list[str]) -> None:
+        """Waits once the other rank has called too, however late."""
+        store.set(f"{rank} waits", "1")
+        store.wait(["0 waits", "1 waits"])
+        wait(call, keys)
+
+    store_agreement.CollectiveCall._wait = wait_together  # type: ignore[assignment, method-assign]
     with contextlib.redirect_stderr(io.StringIO()) as heard:
         try:
             if rank == 2:
@@ -117,7 +126,7 @@ def _other_backend(rank: int, backends: list[str]) -> str:
     if rank == 2:  # Gloo waits for the others, which do not come
         threading.Thread(target=_leave_after, args=(store, ["0", "1"]), daemon=True).start()
     try:
-        ranks.init_group(backends[rank], op_timeout=OP_TIMEOUT)
+        ranks.init_group(backends[rank], op_timeout=UNLIMITED)
     except (ValueError, RuntimeError) as error:
         store.set(str(rank), "1")
         return str(error)
@@ -126,7 +135,7 @@ def _other_backend(rank: int, backends: list[str]) -> str:
 
 def test_a_rank_that_starts_another_backend_is_named() -> None:
     backends = ["cpu:powersgd", "cpu:powersgd", "cpu:gloo"]
-    outcomes = ranks.outcomes(3, _other_backend, backends, backend=None, timeout=30)
+    outcomes = ranks.outcomes(3, _other_backend, backends, backend=None)
     for outcome in outcomes[:2]:
         assert "rank 2 created a gloo process group instead of a powersgd one" in outcome.value
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.call_observer import exception_of
+from support.deadline import UNLIMITED
 from support.on_ranks import on_ranks
 from support.synthetic import gradient
 
@@ -89,7 +90,7 @@ def test_a_future_holds_the_tensor_and_can_be_chained(rank: int) -> None:
         assert work.is_completed()
 
 
-@on_ranks(options=ALWAYS)
+@on_ranks(options=ALWAYS, op_timeout=UNLIMITED)
 def test_a_work_is_not_complete_before_the_peer_calls(rank: int) -> None:
     with _early(rank, 0, late=1):
         tensor, work = _start(rank, 0)
@@ -99,7 +100,7 @@ def test_a_work_is_not_complete_before_the_peer_calls(rank: int) -> None:
             started = time.monotonic()
             with pytest.raises(RuntimeError, match="(?i)time"):
                 work.wait(timedelta(milliseconds=100))
-            assert 0.05 < time.monotonic() - started < 5
+            assert time.monotonic() - started > 0.05
     work.wait()
     _check_sum(tensor, 0)
 
@@ -149,7 +150,7 @@ def _callbacks_that_wait_for_later_works(rank: int) -> None:
 
 
 @pytest.mark.parametrize("callbacks", [_nested_callbacks, _callbacks_that_wait_for_later_works])
-@on_ranks(options=ALWAYS, timeout=40)
+@on_ranks(options=ALWAYS)
 def test_callbacks_wait_without_a_deadlock(rank: int, callbacks: Callable[[int], None]) -> None:
     torch.set_num_interop_threads(1)  # Callbacks that share a thread would block each other.
     callbacks(rank)

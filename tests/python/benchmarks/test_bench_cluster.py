@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.deadline import DEADLOCK
 from support.repository import ROOT
 
 pytest.importorskip("matplotlib")
@@ -147,7 +148,7 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
     output, picture = tmp_path / "record.json", tmp_path / "links.png"
     methods = ["none", "ddp-alone", "plain", "attached:4", "bf16-wire:16"]
     options = ["--methods", *methods, "--json", str(output), "--picture", str(picture)]
-    subprocess.run([*QUICK, *options], check=True, timeout=500)
+    subprocess.run([*QUICK, *options], check=True, timeout=2 * DEADLOCK)
     (setting,) = json.loads(output.read_text())["settings"]
     none, alone, plain, attached, bf16 = setting["methods"].values()
     size = plain["gradient_bytes"]
@@ -172,7 +173,9 @@ def test_learns_with_every_seed_and_measures_with_a_delay(tmp_path: Path) -> Non
     options += ["--before", str(tmp_path), "--slow-start-after-idle", "0"]
     options += ["--congestion-control", "reno"]  # which every machine has
     options += ["--learning-steps", "20", "--seeds", "2", "--loss", "10"]
-    subprocess.run([*QUICK, *options, "--learning-methods", compressed], check=True, timeout=500)
+    subprocess.run(
+        [*QUICK, *options, "--learning-methods", compressed], check=True, timeout=2 * DEADLOCK
+    )
     (setting,) = json.loads(output.read_text())["settings"]
     assert setting["delay_ms"] == 1
     assert setting["slow_start_after_idle"] == 0
@@ -215,7 +218,7 @@ def test_the_mps_daemon_ends(deaf: str, tmp_path: Path, monkeypatch: pytest.Monk
             folders.append(Path(variables["CUDA_MPS_PIPE_DIRECTORY"]))
             daemon = int((folders[0] / "daemon").read_text())
             # A process that has just begun has no environment yet by which it can be found.
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + DEADLOCK
             while mps.daemons(folders[0]) != [daemon] and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert mps.daemons(folders[0]) == [daemon]

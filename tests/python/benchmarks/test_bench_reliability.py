@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from support.deadline import DEADLOCK, OPERATION
 from support.repository import ROOT
 
 pytest.importorskip("rich")
@@ -93,7 +94,7 @@ def test_every_stage_of_a_kill_is_tried() -> None:
 
 def _run(case: Case, reference: Sequence[str] = ()) -> Trial:
     """Runs a case of ours, with a generous time-out."""
-    trial = Trial(case, "ours", reference, timeout=60)
+    trial = Trial(case, "ours", reference, timeout=OPERATION)
     trial.run()
     return trial
 
@@ -115,12 +116,14 @@ def test_a_killed_rank_is_an_error_on_the_other(stage: str) -> None:
 def test_a_rank_that_is_back_in_time_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "faults.json"
     words = ["--only", "cut off for 2 s", "stopped for 2 s", "--json", str(file)]
-    words += ["--timeout", "60"]
-    subprocess.run([*PROGRAM, "faults", *words], check=True, timeout=400)
+    words += ["--timeout", f"{OPERATION}"]
+    subprocess.run([*PROGRAM, "faults", *words], check=True, timeout=2 * DEADLOCK)
     record: dict[str, Any] = json.loads(file.read_text())
     assert [trial["outcome"] for trial in record["trials"]] == ["right"] * 4
     show = [*PROGRAM, "faults", "--show", str(file)]
-    shown = subprocess.run(show, check=True, capture_output=True, text=True, timeout=60).stdout
+    shown = subprocess.run(
+        show, check=True, capture_output=True, text=True, timeout=DEADLOCK
+    ).stdout
     assert shown.count("right") == 4
 
 
@@ -129,7 +132,7 @@ def test_replicas_that_are_killed_cost_some_time(tmp_path: Path) -> None:
     pytest.importorskip("torchft")
     file = tmp_path / "replicas.json"
     words = ["--methods", "ours", "--steps", "200", "--every", "4", "--json", str(file)]
-    subprocess.run([*PROGRAM, "replicas", *words], check=True, timeout=200)
+    subprocess.run([*PROGRAM, "replicas", *words], check=True, timeout=DEADLOCK)
     quiet, disturbed = json.loads(file.read_text())["results"]
     assert (quiet["kills"], disturbed["kills"] > 0) == (0, True)
     assert disturbed["loss"] == pytest.approx(quiet["loss"], abs=0.2)
@@ -170,7 +173,7 @@ def test_unknown_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_starts_end_alike(tmp_path: Path) -> None:
     output = tmp_path / "record.json"
     options = ["--starts", "2", "--steps", "4", "--ranks", "2", "--json", str(output)]
-    subprocess.run([*PROGRAM, "starts", *options], check=True, timeout=300, cwd=tmp_path)
+    subprocess.run([*PROGRAM, "starts", *options], check=True, timeout=DEADLOCK, cwd=tmp_path)
     (result,) = json.loads(output.read_text())["results"]
     # The same parameters in both starts.
     assert result == {"ranks": 2, "endings": {"finished": 2}, "results": 1}
@@ -186,7 +189,7 @@ FEW_STEPS_GROWTH = 1000
 
 def test_many_groups_leave_no_threads_and_no_files() -> None:
     args = (long_run.WORLD, GROUPS, True, GROUPS // 3)
-    runs = ranks.call(long_run.groups, *args, what=f"{GROUPS} groups", seconds=300)
+    runs = ranks.call(long_run.groups, *args, what=f"{GROUPS} groups", seconds=DEADLOCK)
     assert endurance.problems({"runs": {"ours groups": runs}}, {"groups": float("inf")}) == []
 
 
@@ -194,7 +197,7 @@ def test_many_groups_leave_no_threads_and_no_files() -> None:
 def test_a_long_training_with_every_option_in_turns() -> None:
     steps = TURN * len(long_run.TURNS)
     args = (long_run.WORLD, steps, True, steps // 2, TURN)
-    runs = ranks.call(long_run.train, *args, what=f"{steps} steps", seconds=800)
+    runs = ranks.call(long_run.train, *args, what=f"{steps} steps", seconds=3 * DEADLOCK)
     assert list(runs[0]["turns"]) == list(long_run.TURNS)
     assert not endurance.problems({"runs": {"ours steps": runs}}, {"steps": FEW_STEPS_GROWTH})
 
@@ -204,7 +207,7 @@ def test_a_job_that_is_killed_ends_with_the_bits_of_a_quiet_one(tmp_path: Path) 
     file = tmp_path / "restarts.json"
     # The program fails if a bit differs.
     options = ["--kills", "3", "--steps", "120", "--seed", str(SEED), "--json", str(file)]
-    subprocess.run([*PROGRAM, "restarts", *options], check=True, timeout=900)
+    subprocess.run([*PROGRAM, "restarts", *options], check=True, timeout=3 * DEADLOCK)
     record = json.loads(file.read_text())
     kills_of = record["killed"]["kills"]
     assert sum(sum(kill["ranks"]) for kill in kills_of.values()) == 3

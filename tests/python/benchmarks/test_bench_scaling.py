@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.deadline import DEADLOCK
 from support.repository import ROOT
 
 pytest.importorskip("rich")
@@ -29,7 +30,7 @@ def test_a_run_counts_what_its_setting_predicts(
 ) -> None:
     file = tmp_path / "scaling.json"
     script = [sys.executable, str(ROOT / "benchmarks" / "bench_scaling.py"), "--quick"]
-    subprocess.run([*script, "--parts", "ranks", "--json", str(file)], check=True, timeout=200)
+    subprocess.run([*script, "--parts", "ranks", "--json", str(file)], check=True, timeout=DEADLOCK)
     record: dict[str, Any] = json.loads(file.read_text())
     by_method = {run["method"]: run for run in record["runs"]}
     assert list(by_method) == ["plain", "hook", "int8"]

@@ -7,6 +7,7 @@ import pytest
 from launcher import hosts
 from launcher.emulated_links import HELD_BACK, Link, Schedule
 
+from support.deadline import DEADLOCK
 from support.shaped_links import needs_hosts, needs_taps, said, start
 
 FRAMES = 2000
@@ -90,8 +91,8 @@ def test_a_lossy_link_loses_frames_of_the_mtu_and_tcp_sends_them_again() -> None
     with hosts.Hosts(2, None, link=Link(loss=0.05, seed=1)) as cluster:
         receiver, sender = (start(cluster, host, TRANSFER) for host in (1, 0))
         assert said(receiver) == "listening"
-        again = sender.communicate("\n", timeout=60)[0]
-        total, frames = receiver.communicate(timeout=60)[0].split()
+        again = sender.communicate("\n", timeout=DEADLOCK)[0]
+        total, frames = receiver.communicate(timeout=DEADLOCK)[0].split()
     assert int(total) == sum(i % 251 for i in range(size))
     assert int(frames) >= size / 1500
     assert int(again) > 0
@@ -124,7 +125,7 @@ def test_a_delay_is_no_shorter_than_it_says() -> None:
     with hosts.Hosts(2, None, delay_ms=20) as cluster:
         receiver, sender = (start(cluster, host, ECHO) for host in (1, 0))
         assert said(receiver) == "listening"
-        seconds = float(sender.communicate("\n", timeout=60)[0])
+        seconds = float(sender.communicate("\n", timeout=DEADLOCK)[0])
         assert cluster.emulation
     assert seconds >= 2 * 20e-3
     assert cluster.emulation.returncode is not None

@@ -13,18 +13,22 @@ import pytest
 import torch.distributed as dist
 from launcher import ranks
 
+from support.deadline import DEADLOCK
+
 WORLD = 2
 
 
 def _describe(rank: ranks.Rank, greeting: str) -> list[object]:
-    with rank.group("gloo", 60):
+    with rank.group("gloo", DEADLOCK):
         dist.barrier()  # or one would be gone before the other has connected
         return [greeting, rank.number, os.environ["VARIABLE"], os.getsid(0) == os.getpid()]
 
 
 def test_every_rank_has_a_group_variables_and_a_session_of_its_own() -> None:
     variables = {"VARIABLE": "value"}
-    found = ranks.call(_describe, WORLD, "hello", what="a call", seconds=60, variables=variables)
+    found = ranks.call(
+        _describe, WORLD, "hello", what="a call", seconds=DEADLOCK, variables=variables
+    )
     assert found == [["hello", number, "value", True] for number in range(WORLD)]
 
 
@@ -39,7 +43,7 @@ def test_ranks_import_from_a_folder_of_their_own(tmp_path: Path) -> None:
         file.parent.mkdir()
         file.touch()
         with ranks.Ranks(_import, WORLD, packages=file.parent) as started:
-            started.wait(60)
+            started.wait(DEADLOCK)
             assert started.result(0) == started.result(1) == str(file)
     assert sys.path == before
 
@@ -48,13 +52,13 @@ def _fail(rank: ranks.Rank, folder: str) -> None:
     Path(folder, str(rank.number)).write_text(f"{os.getpid()} {rank.folder}")
     if rank.number == 1:
         raise ValueError("the cause")
-    time.sleep(600)
+    time.sleep(2 * DEADLOCK)
 
 
 def test_the_first_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_GRACE_SECONDS", 0)
     with pytest.raises(RuntimeError, match=r"a call: ValueError: the cause\n(.*\n)*Traceback"):
-        ranks.call(_fail, WORLD, str(tmp_path), what="a call", seconds=300)
+        ranks.call(_fail, WORLD, str(tmp_path), what="a call", seconds=DEADLOCK)
     for file in tmp_path.iterdir():
         process, folder = file.read_text().split()
         assert not Path("/proc", process).exists()
@@ -62,7 +66,7 @@ def test_the_first_failure_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def _sleep(rank: ranks.Rank) -> None:
-    time.sleep(600)
+    time.sleep(2 * DEADLOCK)
 
 
 def test_ranks_that_do_not_end_in_time_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,4 +74,4 @@ def test_ranks_that_do_not_end_in_time_are_ended(monkeypatch: pytest.MonkeyPatch
         ranks.call(_sleep, WORLD, what="a call", seconds=0.1)
     monkeypatch.setattr(ranks, "LEAST_MEMORY", 1 << 60)
     with pytest.raises(MemoryError, match="a call leaves less than"):
-        ranks.call(_sleep, WORLD, what="a call", seconds=300)
+        ranks.call(_sleep, WORLD, what="a call", seconds=DEADLOCK)

@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.deadline import DEADLOCK
 from support.repository import ROOT
 
 # It notes what it was given in $STAND_INS/calls, writes what a program or a compiler would write,
@@ -104,7 +105,7 @@ class Machine:
     def call(self, *words: str, **variables: str) -> Ending:
         """Runs .ci/gpu."""
         with self.start("gpu", "--jobs", "2", *words, **variables) as process:
-            output, _ = process.communicate(timeout=100)
+            output, _ = process.communicate(timeout=DEADLOCK)
         results = self.root / "results"
         summary = results / "summary.txt"
         return Ending(
@@ -118,7 +119,7 @@ class Machine:
     def programs(self, **variables: str) -> str:
         """Runs .ci/gpu_programs; returns its output."""
         with self.start("gpu_programs", **variables) as process:
-            return process.communicate(timeout=60)[0]
+            return process.communicate(timeout=DEADLOCK)[0]
 
     def calls(self, program: str) -> list[dict[str, str]]:
         names = ("name", "commit", "dependent_launch", "build_cuda", "home", "words")

@@ -24,6 +24,7 @@ import bench_step
 import pytest
 from gpu_stand_ins import Ending, Machine, make_machine
 
+from support.deadline import DEADLOCK
 from support.repository import ROOT
 
 BUILDS = {"build-programs", "build-extension"}
@@ -207,10 +208,10 @@ def test_what_had_no_time_is_in_the_second_call(machine: Machine) -> None:
 def test_a_call_that_is_killed_leaves_results(machine: Machine, kind: signal.Signals) -> None:
     machine.behaves("bench_kernels", "[[ $* == *--help* ]] || sleep 60")
     with machine.start("gpu", "--parts", "kernels", "kernels-float32") as process:
-        while not machine.calls("bench_kernels"):
+        while process.poll() is None and not machine.calls("bench_kernels"):
             time.sleep(0.05)
         process.send_signal(kind)
-        process.wait(20)
+        process.wait(DEADLOCK)
     files = _contents(machine.root / "results" / "results.tar.gz")
     assert "OK" in files["logs/kernels/All_Project.txt"]
     assert "kernels" in (machine.root / "results" / "summary.txt").read_text()

@@ -11,13 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from support.deadline import DEADLOCK
 from support.repository import ROOT
 
 STEPS = ["tools", "lint", "docs", "test-python", "test-cpp", "test-sanitized"]
 # These need compilers and an emulator, for which there are stand-ins.
-STEPS += ["gpu-programs", ".ci/nvcc_report.sh", ".ci/cuda_torch.sh", "test-aarch64"]
+STEPS += [
+    ".ci/other_pythons.sh",
+    "gpu-programs",
+    ".ci/nvcc_report.sh",
+    ".ci/cuda_torch.sh",
+    "test-aarch64",
+]
 TOOLS = ["nvcc", "aarch64-linux-gnu-g++", "qemu-aarch64"]
-SCRIPTS = [".ci/nvcc_report.sh", ".ci/cuda_torch.sh"]
+SCRIPTS = [".ci/other_pythons.sh", ".ci/nvcc_report.sh", ".ci/cuda_torch.sh"]
 
 STAND_IN = """#!/bin/sh
 step=${1:-$0}
@@ -39,7 +46,7 @@ def test_all_steps_run_and_those_that_fail_are_named(tmp_path: Path, failing: li
         env={**os.environ, "PATH": path, "FAILING": " ".join(failing)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLOCK,
     )
     verdicts = re.findall(r"^(ok|FAILED) \d+ s: (?:make )?(\S+)$", ended.stdout, re.MULTILINE)
     assert sorted(step for _, step in verdicts) == sorted(STEPS)

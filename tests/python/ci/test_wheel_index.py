@@ -24,6 +24,7 @@ import pytest
 from packaging.tags import sys_tags
 from programs import load
 
+from support.deadline import DEADLOCK
 from support.repository import ROOT
 
 PIP = Path(sysconfig.get_path("purelib"), "pip")  # its import would break that of setuptools
@@ -146,7 +147,7 @@ class Environment:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=100,
+            timeout=DEADLOCK,
         ).stdout
 
     @property

@@ -21,6 +21,7 @@ from markdown_blocks import (
 )
 
 import torch_powersgd
+from support.deadline import DEADLOCK
 from support.repository import ROOT
 
 # This model stands where the docs have one of the reader's.
@@ -71,7 +72,7 @@ def test_a_command_runs(block: Block, tmp_path: Path) -> None:
         env={**os.environ, "PATH": path, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=DEADLOCK,
     )
     assert ended.returncode == 0, ended.stdout[-1000:] + ended.stderr[-3000:]
 

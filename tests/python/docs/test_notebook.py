@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.deadline import DEADLOCK
 from support.repository import ROOT
 
 NOTEBOOK = ROOT / "docs" / "notebooks" / "one-step.ipynb"
@@ -43,7 +44,7 @@ def test_the_notebook_runs_and_its_sums_agree(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     # The folder is that of the kernel. A cell that fails, or hangs, raises an error.
     where = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=120, resources=where).execute()
+    nbclient.NotebookClient(notebook, timeout=int(DEADLOCK), resources=where).execute()
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == FIGURES

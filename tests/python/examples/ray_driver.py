@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-_SECONDS_TO_END = 15  # Ray's processes end by themselves, a little after the program
+from support.deadline import DEADLOCK
 
 
 def ray_driver(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -35,7 +35,7 @@ def ray_driver(program: Path, *arguments: object) -> subprocess.CompletedProcess
                 env={**os.environ, **own},
                 capture_output=True,
                 text=True,
-                timeout=240,
+                timeout=DEADLOCK,
                 check=False,
             )
         finally:
@@ -46,8 +46,11 @@ def ray_driver(program: Path, *arguments: object) -> subprocess.CompletedProcess
 
 
 def _end_processes(folder: str) -> list[str]:
-    """Waits until no process has this session's environment. Kills and returns those that do."""
-    deadline = time.monotonic() + _SECONDS_TO_END
+    """Waits until no process has this session's environment. Kills and returns those that do.
+
+    Ray's processes end by themselves, a little after the program.
+    """
+    deadline = time.monotonic() + DEADLOCK
     while (left := _processes(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for process in left:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
+from support.deadline import DEADLOCK
 from support.repository import ROOT
 from torch_powersgd import ports
 from torch_powersgd.tools.peer import STORE_PORT
@@ -123,7 +124,9 @@ def _submit(folder: Path) -> list[str]:
     slurm = {"SLURM_JOB_ID": "4207", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]"}
     environment = os.environ | slurm | {"PATH": f"{folder}:{os.environ['PATH']}"}
     script = ["bash", str(CLUSTER / "train.sbatch")]
-    ended = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        script, env=environment, capture_output=True, text=True, timeout=DEADLOCK
+    )
     assert ended.returncode == 0, ended.stderr
     assert not ended.stderr
     return ended.stdout.splitlines()

@@ -115,7 +115,7 @@ def _run(
     folder: Path, replicas: int, options: tp.Options | None, world_size: int = WORLD_SIZE
 ) -> list[Trained]:
     arguments = (world_size, launch.free_port(), str(folder), replicas, options)
-    return ranks.run(world_size, _train, *arguments, backend=None, timeout=150)
+    return ranks.run(world_size, _train, *arguments, backend=None)
 
 
 @pytest.fixture(scope="module", params=[4, 2], ids=["4x1", "2x2"])

@@ -25,13 +25,14 @@ from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
 
 from support import ranks
+from support.deadline import DEADLOCK
 from support.synthetic import Tensors, own_residuals_of
 from torch_powersgd import Compression
 from torch_powersgd.integrations.torchft import DistributedDataParallel, ProcessGroupPowerSGD
 from torch_powersgd.integrations.torchft.attached import Attached
 from torch_powersgd.targets import shard_of
 
-LIMIT = timedelta(seconds=15)
+LIMIT = timedelta(seconds=60)
 # The places at which a replica can die, in the order of a step. Healing is that of a new replica.
 PLACES = ("forward", "exchange", "vote", "committed")
 HEALING = "healing"
@@ -320,7 +321,7 @@ class Replicas:
             if place.name == name:
                 process.kill()
 
-    def run(self, until: Callable[[], bool], seconds: float = 60) -> None:
+    def run(self, until: Callable[[], bool], seconds: float = DEADLOCK) -> None:
         """Collects reports until this is so."""
         deadline = time.monotonic() + seconds
         while not until():
@@ -362,7 +363,7 @@ class Replicas:
             return
         if isinstance(told, Exception):
             first = self._first[self._running[pipe][0].port]
-            first.join(10)
+            first.join(60)
             if first.exitcode != -signal.SIGKILL:  # else the others of the replica miss it
                 raise told
             return

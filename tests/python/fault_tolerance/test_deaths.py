@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from support.deadline import DEADLOCK
 from support.repository import ROOT
 
 pytest.importorskip("torchft")
@@ -112,7 +113,7 @@ def test_the_example_prints_what_its_page_shows(tmp_path: Path) -> None:
         ended = subprocess.Popen(program, env=environment, stdout=output)
         started.append((ended, output))
     for process, output in started:
-        assert process.wait(60) == 0
+        assert process.wait(DEADLOCK) == 0
         output.seek(0)
         assert output.read().splitlines()[: len(shown)] == shown
         output.close()

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torchft.local_sgd import DiLoCo
 
+from support.deadline import OPERATION
 from support.on_ranks import on_ranks
 from support.synthetic import (
     COMPRESSED,
@@ -38,7 +39,7 @@ from torch_powersgd.integrations.torchft import (
 )
 from torch_powersgd.targets import shard_of
 
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=OPERATION)
 
 
 class _Manager:

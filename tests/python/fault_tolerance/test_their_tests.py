@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from support.deadline import DEADLOCK
+
 for module in ("torchft", "parameterized"):
     pytest.importorskip(module)
 
@@ -45,6 +47,6 @@ LEFT_OUT = [
 @pytest.mark.long
 def test_torchft_s_own_tests_pass() -> None:
     command = [sys.executable, "-c", PROGRAM, " ".join(LEFT_OUT)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLOCK, check=False)
     assert ended.returncode == 0, ended.stderr[-5000:]
     assert int(ended.stdout.split()[-2]) > 30

@@ -236,7 +236,7 @@ VARIANTS: list[dict[str, Any]] = [
 PLAIN = {dict, list, int, float, bool, str, type(None), torch.Tensor}
 
 
-@on_ranks(timeout=180)
+@on_ranks()
 def test_a_state_of_every_option_is_read_without_code(rank: int) -> None:
     for variant in VARIANTS:
         ddp, compression = make_compressed(SHAPES, dataclasses.replace(OPTIONS, **variant))

@@ -108,7 +108,7 @@ def test_invalid_options_on_one_rank_are_an_error_on_every_rank(bad: int | dict[
 
 def _one_error(options: list[Any], versions: list[str] | None = None) -> str:
     """The error of starting a group with each rank's options, which is the same on all ranks."""
-    messages = ranks.run(3, _error_of_init, options, versions, backend=None, timeout=30)
+    messages = ranks.run(3, _error_of_init, options, versions, backend=None)
     assert len(set(messages)) == 1
     message: str = messages[0]
     return message

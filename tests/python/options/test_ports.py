@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from support import launch, ranks
+from support.deadline import DEADLOCK
 from support.on_ranks import on_ranks
 from support.synthetic import SHAPES, make_attached, train
 from torch_powersgd import ports
@@ -69,7 +70,7 @@ def test_the_import_applies_them_to_all_of_torch(first: int) -> None:
         env=os.environ | {ports.VARIABLE: f"{first}-{first}"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=DEADLOCK,
     )
     assert ended.stdout.split() == [str(first)], ended.stderr
 

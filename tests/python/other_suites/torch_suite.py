@@ -26,6 +26,8 @@ from typing import Any
 
 import cuda_on_cpu
 
+from support.deadline import DEADLOCK, OPERATION
+
 GLOO = "gloo"
 POWERSGD = "cpu:powersgd"
 ATTACHED = "attached"  # cpu:powersgd, and every DDP module is attached, with steps that are exact
@@ -37,7 +39,7 @@ Outcomes = dict[str, tuple[str, str]]
 
 
 def outcomes(
-    backend: str, world_size: int, names: Iterable[str] = (), timeout: float = 3000
+    backend: str, world_size: int, names: Iterable[str] = (), timeout: float = 6 * DEADLOCK
 ) -> Outcomes:
     """Runs tests, or all of them, in a process that torch reads its variables in."""
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +62,7 @@ def _suite(world_size: int) -> Any:
     os.environ["WORLD_SIZE"] = str(world_size)
     os.environ["BACKEND"] = GLOO
     os.environ["INIT_METHOD"] = "file:///"  # Some tests run with no other method.
-    os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = "120"
+    os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(int(DEADLOCK))
     import torch
     import torch._dynamo
     from torch.testing._internal import common_distributed
@@ -71,7 +73,7 @@ def _suite(world_size: int) -> Any:
 
     # A rank may come late on a busy machine. The arguments are wait_for and the seconds.
     sync: Any = distributed_test.Barrier.sync
-    sync.__func__.__defaults__ = (None, 60)
+    sync.__func__.__defaults__ = (None, OPERATION)
 
     class Suite(
         distributed_test.TestDistBackend,

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tarfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ import torch
 import torch_powersgd as tp
 import torch_powersgd.__main__
 from setup_support import metadata
+from support.deadline import DEADLOCK
 from support.repository import ROOT
 from torch_powersgd._core import _C
+from torch_powersgd.integrations.libraries import TESTED
 
 REPOSITORY = metadata.repository(ROOT / "pyproject.toml")
 VERSION = tp.__version__
@@ -50,7 +53,7 @@ def copy(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_setup(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "setup.py", "--quiet", *arguments]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLOCK)
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
 
@@ -103,9 +106,7 @@ def test_a_wheel_takes_the_torch_that_it_was_built_with(
     assert re.fullmatch(rf"{VERSION}\+torch{re.escape(TORCH)}\.(cpu|cu\d+)", message["Version"])
     assert f"Repository, {REPOSITORY}" in message.get_all("Project-URL", [])
     assert message["Description-Content-Type"] == "text/markdown"
-    for minor in range(10, 15):
-        assert f"Programming Language :: Python :: 3.{minor}" in message.get_all("Classifier", [])
-    extras = {"bench", "demo", "docs", "lint", "rich", "test", "test-long"}
+    extras = {"bench", "demo", "docs", "lint", "rich", "test", "test-long", "test-torchtitan"}
     assert set(message.get_all("Provides-Extra", [])) == extras
     assert relative_targets(str(message.get_payload())) == []
     scripts = importlib.metadata.PathDistribution(file.parent).entry_points
@@ -145,6 +146,38 @@ def test_a_wheel_is_imported_where_there_is_no_compiler(
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert str(installed) in ended.stdout.replace("\n", "").replace(" ", "")
+
+
+def _text(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_all_files_name_the_same_pythons() -> None:
+    """CI builds and trains with the oldest and the newest, and a release with each."""
+    project, install = _text("pyproject.toml"), _text("docs/install.md")
+    pythons = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
+    oldest, newest = pythons[0], pythons[-1]
+    assert f'requires-python = ">={oldest}"' in project
+    assert f'python_version = "{oldest}"' in project  # of mypy
+    assert f'target-version = "py{oldest.replace(".", "")}"' in project  # of ruff
+    assert f"| Python | {', '.join(pythons)};" in install
+    assert f"Python {oldest} to {newest}," in _text("README.md")
+    wheels = re.search(r"python: \[(.*)\]", _text(".github/workflows/wheels.yml"))
+    assert wheels
+    assert re.findall(r"3\.\d+", wheels[1]) == pythons
+    tests = re.search(r"python-version: \|\s+([\d.\s]+)", _text(".github/workflows/ci.yml"))
+    assert tests
+    assert tests[1].split()[:2] == [oldest, newest]
+
+
+def test_all_files_name_the_same_versions_of_other_libraries() -> None:
+    extras = re.findall(r'"(\w+)(?:\[\w+\])?==([\d.]+)[;"]', _text("pyproject.toml"))
+    named = {name: version for name, version in extras if name in TESTED}
+    rows = dict(re.findall(r"^\| (\w+) \| ([\d.]+) \|$", _text("docs/install.md"), re.MULTILINE))
+    assert named == rows == TESTED
+    assert f"torchtitan {TESTED['torchtitan']} " in _text("docs/first-step-torchtitan.md")
+    installed = {name: importlib.metadata.version(name) for name in TESTED if find_spec(name)}
+    assert installed == {name: TESTED[name] for name in installed}
 
 
 def relative_targets(markdown: str) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from support import ranks
+from support.deadline import DEADLOCK
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,11 @@ class Output:
 
 
 def run(
-    world_size: int, function: Callable[..., Any], *args: Any, folder: Path, timeout: float = 150
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    timeout: float = DEADLOCK,
 ) -> list[Output]:
     """Calls function(*args) on each rank, in the folder, where the output files go."""
     job = (world_size, free_port(), folder, function, args)

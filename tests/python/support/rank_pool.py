@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from support import ranks
+from support.deadline import DEADLOCK, OPERATION
 from support.ranks import RankFailed
 
 Maker = Callable[[int], Any]
 
-_START = 300.0  # seconds for all processes to import torch
 _ENDED = 3600.0  # seconds after which a process prints its stack; longer than any pool lives
 
 
@@ -32,7 +32,7 @@ class RankPool:
         patience: Seconds after which a call that has not returned on all ranks counts as hung.
     """
 
-    def __init__(self, world_size: int, make: Maker, patience: float = 120) -> None:
+    def __init__(self, world_size: int, make: Maker, patience: float = OPERATION) -> None:
         self._world_size, self._make, self._patience = world_size, make, patience
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
@@ -46,7 +46,7 @@ class RankPool:
         """
         if not self._processes:
             self._start()
-            self._await_replies("the start", _START)
+            self._await_replies("the start", DEADLOCK)
         for pipe in self._pipes:
             pipe.send((method, args))
         return self._await_replies(f"{method}{args!r:.200}", self._patience)

@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+from support.deadline import DEADLOCK, OPERATION
+
 # A process sends its value and its error, one of which is empty.
 Message = tuple[Any, str]
 Sender = Connection
@@ -64,8 +66,8 @@ def run(
     *args: Any,
     backend: str | None = "cpu:powersgd",
     options: Any = None,
-    timeout: float = 90,
-    op_timeout: float = 60,
+    timeout: float = DEADLOCK,
+    op_timeout: float = OPERATION,
 ) -> list[Any]:
     """Calls function(rank, *args) on each rank inside a process group; returns the results by rank.
 
@@ -98,8 +100,8 @@ def outcomes(
     *args: Any,
     backend: str | None = "cpu:powersgd",
     options: Any = None,
-    timeout: float = 90,
-    op_timeout: float = 60,
+    timeout: float = DEADLOCK,
+    op_timeout: float = OPERATION,
 ) -> list[Outcome]:
     """Like ``run``, for processes that are expected to fail: waits for all, and raises nothing."""
     setup = Setup(backend, options, timeout, op_timeout)
@@ -158,7 +160,7 @@ def _collect(
             try:
                 ended[rank].value, ended[rank].error = receivers[rank].recv()
             except EOFError:
-                processes[rank].join(5)
+                processes[rank].join(_GRACE_AFTER_FAILURE)
                 ended[rank].error = f"rank {rank} died with exit code {processes[rank].exitcode}"
             if ended[rank].error:
                 deadline = min(deadline, time.monotonic() + grace)
@@ -172,11 +174,7 @@ _place: tuple[int, int, str]  # rank, world size and the path of the store, in a
 _groups_made = 0
 
 
-# Seconds to start a group in, even on a busy machine.
-_TO_START = 60
-
-
-def init_group(backend: str | None, options: Any = None, op_timeout: float = _TO_START) -> None:
+def init_group(backend: str | None, options: Any = None, op_timeout: float = OPERATION) -> None:
     """Makes the default process group of a rank, again after destroy_process_group if need be.
 
     A short ``op_timeout`` applies to the group's operations, not to its start.
@@ -195,9 +193,9 @@ def init_group(backend: str | None, options: Any = None, op_timeout: float = _TO
         rank=rank,
         world_size=world_size,
         pg_options=options,
-        timeout=timedelta(seconds=max(op_timeout, _TO_START)),
+        timeout=timedelta(seconds=max(op_timeout, OPERATION)),
     )
-    if op_timeout < _TO_START:
+    if op_timeout < OPERATION:
         world().set_timeout(timedelta(seconds=op_timeout))
 
 

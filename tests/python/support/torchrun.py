@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.deadline import DEADLOCK
+
 # Parts of lines that any job may log.
 NOTICES = (
     "are compressed at matrix rank",
@@ -33,7 +35,7 @@ def torchrun(
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=DEADLOCK,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]

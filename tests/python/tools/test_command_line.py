@@ -15,6 +15,7 @@ import torch
 
 import torch_powersgd as tp
 import torch_powersgd.__main__
+from support.deadline import DEADLOCK
 from support.torchrun import torchrun
 from torch_powersgd._core import _C
 
@@ -57,7 +58,7 @@ def _lines(folder: Path, *arguments: str, **variables: str) -> list[str]:
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=DEADLOCK,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
@@ -100,7 +101,7 @@ def test_a_reader_that_has_read_enough_sees_no_traceback(folder: Path) -> None:
         stdout=writing,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=150,
+        timeout=DEADLOCK,
     )
     os.close(writing)
     assert ended.returncode == 1

@@ -32,7 +32,7 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("optimize_ddp", [True, False])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-@on_ranks(2, options=OPTIONS, timeout=400)
+@on_ranks(2, options=OPTIONS)
 def test_a_compiled_module(rank: int, backend: str, optimize_ddp: bool) -> None:
     torch._dynamo.config.optimize_ddp = optimize_ddp
     graphs: list[torch.fx.GraphModule] = []

@@ -78,7 +78,7 @@ def _compiled(backend: str) -> Callable[[nn.Module], nn.Module]:
 @pytest.mark.parametrize(
     "name", ["checkpointed", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)]
 )
-@on_ranks(WORLD_SIZE, backend="gloo", timeout=240)
+@on_ranks(WORLD_SIZE, backend="gloo")
 def test_blocks_that_are_checkpointed_or_compiled(rank: int, name: str) -> None:
     prepare = checkpoint_wrapper if name == "checkpointed" else _compiled(name)
     pair = make_pair(native=True, prepare=prepare)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 import sys
@@ -20,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support.on_ranks import all_agree, on_ranks
 from support.synthetic import to_bytes
+from torch_powersgd.integrations import libraries
+from torch_powersgd.integrations.libraries import overrides
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=1)
 EVERY_THREE = functools.partial(
@@ -65,6 +68,67 @@ def test_a_missing_library_is_named(rank: int, library: str, package: str) -> No
 def test_the_package_imports_none_of_the_libraries(rank: int) -> None:
     import_module("torch_powersgd.integrations.accelerate")
     assert not {"accelerate", "lightning", "ray", "torchtitan", "transformers"} & {*sys.modules}
+
+
+class _Base:
+    def called(self) -> None: ...
+    def _also_called(self) -> None: ...
+
+
+@needs("lightning")
+def test_a_library_without_an_overridden_method_is_an_error() -> None:
+    @overrides("lightning", "_also_called")
+    class Fits(_Base):
+        def called(self) -> None: ...
+        def _also_called(self) -> None: ...
+        def _own(self) -> None: ...
+
+    class Doesnt(Fits):
+        def configure(self) -> None: ...
+
+    with pytest.raises(ImportError, match=r"fit lightning .*: Fits has no configure\. .*=="):
+        overrides("lightning")(Doesnt)
+    with pytest.raises(ImportError, match="Fits has no _create"):
+        overrides("lightning", "_create")(type("Doesnt", (Fits,), {}))
+
+
+def test_all_classes_that_extend_a_library_are_checked() -> None:
+    """The integration of torchft has checks of its own."""
+    found = 0
+    for file in Path(libraries.__file__).parent.glob("*.py"):
+        tree = ast.parse(file.read_text())
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.bases:
+                assert any(
+                    f"overrides('{file.stem}'" in ast.unparse(d) for d in node.decorator_list
+                )
+                found += 1
+    assert found == 5
+
+
+@needs("lightning")
+@on_ranks(1, backend=None)
+def test_a_lightning_that_does_not_begin_compression_is_an_error(rank: int) -> None:
+    from torch_powersgd.integrations.lightning import PowerSGDStrategy
+
+    with pytest.raises(RuntimeError, match="lightning 2.*before it has called configure_ddp"):
+        PowerSGDStrategy().training_step()
+
+
+@needs("transformers", "accelerate")
+@on_ranks(1, backend=None)
+def test_transformers_that_change_train_are_an_error(rank: int) -> None:
+    from torch_powersgd.integrations.transformers import attach
+
+    def trainer_of(train: Any) -> Any:
+        return SimpleNamespace(train=train, add_callback=lambda callback: None)
+
+    with pytest.raises(RuntimeError, match="no argument resume_from_checkpoint"):
+        attach(trainer_of(lambda checkpoint=None: None))
+    trainer = trainer_of(lambda trial=None, resume_from_checkpoint=None: None)
+    attach(trainer)
+    with pytest.raises(RuntimeError, match="has not called on_train_begin"):
+        trainer.train(resume_from_checkpoint="folder")
 
 
 @needs("transformers")

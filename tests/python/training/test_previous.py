@@ -151,7 +151,7 @@ def _dies_in_a_step(rank: int, discards: bool) -> dict[str, float] | None:
 
 @pytest.mark.parametrize("discards", [True, False])
 def test_a_step_that_a_dead_process_has_broken_off(discards: bool) -> None:
-    ended = ranks.outcomes(3, _dies_in_a_step, discards, op_timeout=10, timeout=60)
+    ended = ranks.outcomes(3, _dies_in_a_step, discards, op_timeout=30)
     assert ended[1].exitcode == 1
     for rank in (0, 2):
         assert ended[rank].value, ended[rank].error
