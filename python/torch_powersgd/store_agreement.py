@@ -82,7 +82,11 @@ class CollectiveCall:
             ValueError: If a rank has an error, ``compare`` returns one, or a rank does not call. It
                 is raised on every rank.
         """
-        self.store.set(str(self.rank), json.dumps(mine))
+        try:
+            text = json.dumps(mine)
+        except Exception as invalid:  # such as an integer of 5000 digits
+            text = json.dumps(error_as_arguments(invalid))
+        self.store.set(str(self.rank), text)
         verdict = self._judge(compare, conclude) if self.rank == 0 else self._read_verdict()
         if verdict["error"]:
             self._wait_for_readers()
