@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
@@ -142,7 +143,8 @@ void register_model(py::module_& module) {
   py::class_<NamedTensors>(module, "NamedTensors")
       .def(py::init<std::shared_ptr<BucketReducer>, size_t>(), py::arg("reducer"),
            py::arg("bucket_bytes"), NoGil())
-      .def("all_reduce", &NamedTensors::all_reduce, py::arg("tensors"), NoGil())
+      .def("all_reduce", &NamedTensors::all_reduce, py::arg("tensors"),
+           py::arg("find_absent") = nullptr, NoGil())
       .def("sum", &NamedTensors::sum, py::arg("tensors"), NoGil());
   module.def("is_attached", &is_attached, py::arg("reducer"));
   module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("buckets"));

@@ -87,9 +87,9 @@ class Engine {
   // Returns at once. The job reads and writes `tensors`, which are also the Work's result. They are
   // on `device`, and ready when the caller's current stream gets there. The job's collectives use
   // `timeout`, or the backend's own if it is unset.
-  virtual c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
-                                                c10::Device device,
-                                                std::chrono::milliseconds timeout) = 0;
+  [[nodiscard]] virtual c10::intrusive_ptr<c10d::Work> submit(
+      std::vector<at::Tensor> tensors, Job job, c10::Device device,
+      std::chrono::milliseconds timeout) = 0;
 
   // Connects to the other ranks ahead of the first job on `device` that communicates, if the engine
   // has a channel of its own. All ranks must call it. Returns at once.

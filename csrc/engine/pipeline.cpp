@@ -211,6 +211,7 @@ void Pipeline::end_threads() {
       changed_.wait_until(lock, grace_ends_);
     }
     ended = running_ == 0;
+    aborted_ = aborted_ || !ended;  // so no thread begins that nobody would take
     threads.swap(threads_);
   }
   if (!ended) abort();

@@ -47,7 +47,7 @@ c10::intrusive_ptr<c10d::Work> ThreadEngine::submit(std::vector<at::Tensor> tens
 
 void ThreadEngine::connect(c10::Device device) {
   Job job = job_alone([connection = pipeline_->connection()](Channel&) { connection->backend(); });
-  submit({}, std::move(job), device, c10d::kUnsetTimeout);
+  (void)submit({}, std::move(job), device, c10d::kUnsetTimeout);  // the first step has its error
 }
 
 void ThreadEngine::shutdown() {

@@ -76,9 +76,11 @@ c10::intrusive_ptr<c10d::Work> FlatTensors::reduce(const std::vector<at::Tensor>
     return nullptr;
   }
   if (!admitted->to_drop.empty()) {
-    session_->start_after_steps(tensor.device(), [states = std::move(admitted->to_drop)] {
-      for (const ParameterStatePtr& state : states) state->drop_residual();
-    });
+    auto work =
+        session_->start_after_steps(tensor.device(), [states = std::move(admitted->to_drop)] {
+          for (const ParameterStatePtr& state : states) state->drop_residual();
+        });
+    session_->leave_unwatched(work, tensor.device());
   }
   const bool average = opts.reduceOp == c10d::ReduceOp::AVG;
   admitted->step.output_scale = average ? 1.0 / session_->size() : 1.0;

@@ -25,11 +25,22 @@ struct Packed {
 class UnpackingWork final : public CombinedWork {
  public:
   UnpackingWork(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<Packed> buckets,
-                std::vector<at::Tensor> tensors)
-      : CombinedWork(std::move(works), std::move(tensors)), buckets_(std::move(buckets)) {}
+                std::vector<at::Tensor> tensors, NamedTensors::FindAbsent find_absent)
+      : CombinedWork(std::move(works), std::move(tensors)),
+        buckets_(std::move(buckets)),
+        find_absent_(std::move(find_absent)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
-    CombinedWork::wait(timeout);
+    try {
+      CombinedWork::wait(timeout);
+    } catch (const c10::DistBackendError&) {
+      throw;  // the group has ended here
+    } catch (const std::exception& error) {
+      const bool failed = exception() != nullptr;  // not only this wait
+      const std::string absent = failed && find_absent_ ? find_absent_() : "";
+      if (absent.empty()) throw;
+      C10_THROW_ERROR(DistBackendError, absent + ": " + error.what());
+    }
     unpack();
     return true;
   }
@@ -52,6 +63,7 @@ class UnpackingWork final : public CombinedWork {
 
   std::mutex mutex_;  // guards the buckets: a future is completed on a thread of its own
   std::vector<Packed> buckets_;
+  const NamedTensors::FindAbsent find_absent_;
 };
 
 Packed pack(const std::vector<at::Tensor>& tensors, const std::vector<size_t>& indices) {
@@ -91,16 +103,17 @@ NamedTensors::NamedTensors(std::shared_ptr<BucketReducer> reducer, size_t bucket
     : reducer_(std::move(reducer)),
       buckets_(assign(reducer_->states()->parameters(), bucket_bytes)) {}
 
-c10::intrusive_ptr<c10d::Work> NamedTensors::all_reduce(const std::vector<at::Tensor>& tensors) {
-  return reduce(tensors, reducer_->session().size());
+c10::intrusive_ptr<c10d::Work> NamedTensors::all_reduce(const std::vector<at::Tensor>& tensors,
+                                                        FindAbsent find_absent) {
+  return reduce(tensors, reducer_->session().size(), std::move(find_absent));
 }
 
 c10::intrusive_ptr<c10d::Work> NamedTensors::sum(const std::vector<at::Tensor>& tensors) {
-  return reduce(tensors, /*divisor=*/1);
+  return reduce(tensors, /*divisor=*/1, nullptr);
 }
 
 c10::intrusive_ptr<c10d::Work> NamedTensors::reduce(const std::vector<at::Tensor>& tensors,
-                                                    int divisor) {
+                                                    int divisor, FindAbsent find_absent) {
   const NamedParameters& attached = reducer_->states()->parameters();
   TORCH_CHECK_VALUE(tensors.size() == attached.size(), "all_reduce takes the ", attached.size(),
                     " tensors that were attached, got ", tensors.size());
@@ -115,7 +128,8 @@ c10::intrusive_ptr<c10d::Work> NamedTensors::reduce(const std::vector<at::Tensor
                                      /*more_follow=*/i + 1 < buckets_.size()));
   }
   reducer_->end_step();
-  return c10::make_intrusive<UnpackingWork>(std::move(works), std::move(packed), tensors);
+  return c10::make_intrusive<UnpackingWork>(std::move(works), std::move(packed), tensors,
+                                            std::move(find_absent));
 }
 
 }  // namespace powersgd

@@ -81,6 +81,49 @@ Ranks Session::ranks_on(c10::Device device) const {
   return {rank_, size_, /*backend_sums=*/has_streams};
 }
 
+Session::WorkPtr Session::submit_collective(std::vector<at::Tensor> tensors, Job job,
+                                            c10::Device device, std::chrono::milliseconds timeout) {
+  std::vector<WorkPtr> unwatched;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    unwatched = std::exchange(unwatched_[device.type()], {});
+  }
+  if (!unwatched.empty()) {
+    // They ran alone, so they have ended when a later job begins.
+    std::function<void(Channel&)>& first = job.parts.front();
+    first = [unwatched = std::move(unwatched), body = std::move(first)](Channel& channel) {
+      for (const WorkPtr& work : unwatched) {
+        if (const std::exception_ptr error = work->exception()) std::rethrow_exception(error);
+      }
+      body(channel);
+    };
+  }
+  return engine_of(device).submit(std::move(tensors), std::move(job), device, timeout);
+}
+
+void Session::leave_unwatched(const WorkPtr& work, c10::Device device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  unwatched_[device.type()].push_back(work);
+}
+
+void Session::log_unwatched() {
+  std::map<c10::DeviceType, std::vector<WorkPtr>> unwatched;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    unwatched.swap(unwatched_);
+  }
+  for (const auto& [device, works] : unwatched) {
+    for (const WorkPtr& work : works) {
+      if (!work->isCompleted() || !work->exception()) continue;
+      try {
+        std::rethrow_exception(work->exception());
+      } catch (const std::exception& error) {
+        log(LogLevel::kWarning, c10::str("after the last step: ", error.what()));
+      }
+    }
+  }
+}
+
 Session::WorkPtr Session::allreduce_compressed(const std::shared_ptr<BucketCompressor>& compressor,
                                                const at::Tensor& gradient, const StepInfo& step,
                                                const std::shared_ptr<Stats>& stats,
@@ -93,8 +136,7 @@ Session::WorkPtr Session::allreduce_compressed(const std::shared_ptr<BucketCompr
   }
   Job job = compressed_step(compressor, gradient, step, stats, std::move(probe));
   job.more_follow = more_follow;
-  return engine_of(gradient.device())
-      .submit({gradient}, std::move(job), gradient.device(), timeout);
+  return submit_collective({gradient}, std::move(job), gradient.device(), timeout);
 }
 
 void Session::flush() {
@@ -123,7 +165,7 @@ void Session::average_after_steps(std::vector<at::Tensor>& tensors) {
       tensor.mul_(1.0 / size);
     }
   };
-  engine_of(device).submit(tensors, job_alone(std::move(job)), device, c10d::kUnsetTimeout)->wait();
+  submit_collective(tensors, job_alone(std::move(job)), device, c10d::kUnsetTimeout)->wait();
 }
 
 Session::WorkPtr Session::start_after_steps(c10::Device device, std::function<void()> job) {
@@ -143,13 +185,14 @@ void Session::check_replicas(std::vector<Replica> replicas, c10::Device device,
     stats->add_differences(static_cast<int64_t>(found.size()));
     warnings->add(std::move(found));
   };
-  engine_of(device).submit({}, job_alone(std::move(job)), device, c10d::kUnsetTimeout);
+  leave_unwatched(submit_collective({}, job_alone(std::move(job)), device, c10d::kUnsetTimeout),
+                  device);
 }
 
 void Session::share_replicas(std::vector<Replica> replicas, c10::Device device, int source) {
   auto job = [replicas = std::move(replicas), rank = rank_, size = size_, source](
                  Channel& channel) { restore_agreement(channel, rank, size, replicas, source); };
-  engine_of(device).submit({}, job_alone(std::move(job)), device, c10d::kUnsetTimeout)->wait();
+  submit_collective({}, job_alone(std::move(job)), device, c10d::kUnsetTimeout)->wait();
 }
 
 bool Session::admits_attached(const powersgd::Options& options) const {
@@ -187,6 +230,7 @@ void Session::shutdown() {
     });
   }
   for (const auto& of : engines_) error.run([&] { of.second->shutdown(); });
+  error.run([&] { log_unwatched(); });
   error.run([&] { for_each_connected([](c10d::Backend& backend) { backend.shutdown(); }); });
   error.rethrow();
 }

@@ -4,7 +4,9 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "powersgd/bucket_reducer.h"
@@ -21,18 +23,24 @@ namespace powersgd {
 // Threads: one at a time.
 class NamedTensors {
  public:
+  // Returns which ranks have not made a call that has failed on this one, or nothing.
+  using FindAbsent = std::function<std::string()>;
+
   // A bucket holds tensors of one dtype and device, `bucket_bytes` in total or slightly more.
   NamedTensors(std::shared_ptr<BucketReducer> reducer, size_t bucket_bytes);
 
   // Replaces each tensor with its mean over ranks, and ends a step. The tensors are those of
   // attach, in the same order. They hold the means once the caller has waited for the Work. Throws
-  // before anything is sent if a shape, dtype or device differs.
-  c10::intrusive_ptr<c10d::Work> all_reduce(const std::vector<at::Tensor>& tensors);
+  // before anything is sent if a shape, dtype or device differs. If the reduction fails, waiting
+  // for it calls `find_absent`, if there is one, and its answer becomes part of the error.
+  c10::intrusive_ptr<c10d::Work> all_reduce(const std::vector<at::Tensor>& tensors,
+                                            FindAbsent find_absent = nullptr);
   // Replaces each tensor with its sum over the ranks, for a caller that does the averaging itself.
   c10::intrusive_ptr<c10d::Work> sum(const std::vector<at::Tensor>& tensors);
 
  private:
-  c10::intrusive_ptr<c10d::Work> reduce(const std::vector<at::Tensor>& tensors, int divisor);
+  c10::intrusive_ptr<c10d::Work> reduce(const std::vector<at::Tensor>& tensors, int divisor,
+                                        FindAbsent find_absent);
 
   const std::shared_ptr<BucketReducer> reducer_;
   const std::vector<std::vector<size_t>> buckets_;  // indices of the tensors

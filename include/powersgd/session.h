@@ -24,6 +24,7 @@ namespace powersgd {
 class AllreduceTaker;
 class Connection;
 class Engine;
+struct Job;
 class Messages;
 struct Replica;
 
@@ -99,8 +100,11 @@ class Session {
   // Blocks.
   void average_after_steps(std::vector<at::Tensor>& tensors);
   // Runs `job` on the engine of `device` after all submitted steps. The second one blocks.
-  WorkPtr start_after_steps(c10::Device device, std::function<void()> job);
+  [[nodiscard]] WorkPtr start_after_steps(c10::Device device, std::function<void()> job);
   void run_after_steps(c10::Device device, const std::function<void()>& job);
+  // For a job after all submitted steps that nobody waits for: the next collective on the engine of
+  // `device` fails with its exception, or a shutdown logs it.
+  void leave_unwatched(const WorkPtr& work, c10::Device device);
   // Compares state that must agree on all ranks, after all submitted steps, and replaces it with
   // rank 0's where it differs. The next step or snapshot() logs the differences, which count in
   // `stats`. Collective.
@@ -171,9 +175,12 @@ class Session {
   void abort();
 
  private:
+  WorkPtr submit_collective(std::vector<at::Tensor> tensors, Job job, c10::Device device,
+                            std::chrono::milliseconds timeout);
   // Waits for the submitted steps, and makes the current stream wait for those that are enqueued.
   void wait_for_steps(c10::Device device) const;
   void log_warnings();
+  void log_unwatched();
   Engine& engine_of(c10::Device device) const;
 
   const int rank_;
@@ -192,6 +199,7 @@ class Session {
   std::optional<int64_t> first_start_;  // of all that was attached and is compressed
   bool said_not_started_ = false;
   std::shared_ptr<const StageProbe> probe_;
+  std::map<c10::DeviceType, std::vector<WorkPtr>> unwatched_;
 };
 
 }  // namespace powersgd

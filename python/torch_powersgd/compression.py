@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import finalize, ref
 
@@ -27,7 +28,12 @@ from torch_powersgd.ddp import Hook, python_hook
 from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.option_values import positive
 from torch_powersgd.options import Options
-from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments
+from torch_powersgd.store_agreement import (
+    Compare,
+    absent_from,
+    equality_of,
+    error_as_arguments,
+)
 from torch_powersgd.summary import summary
 from torch_powersgd.targets import Target, shard_of
 
@@ -139,7 +145,17 @@ class Compression(Stateful):
         Raises:
             ValueError: If a tensor is missing, unknown, or of another shape, dtype or device; or if
                 a module was attached, whose gradients are averaged in its backward pass.
+            RuntimeError: From the work's ``wait``, if a process doesn't call it within the group's
+                timeout. It names that process.
         """
+        call = f"called all_reduce in step {self._reducer.states.step}"
+        return self._all_reduce(tensors, partial(absent_from, self.group, call))
+
+    def _all_reduce(
+        self,
+        tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
+        find_absent: Callable[[], str] | None = None,
+    ) -> dist.Work:
         names = self._reducer.states.names
         if self._tensors is None:
             raise ValueError(
@@ -157,7 +173,7 @@ class Compression(Stateful):
         for name, tensor in zip(names, tensors, strict=False):  # the core checks the number
             if not isinstance(tensor, torch.Tensor):
                 raise ValueError(f"{name!r} must be a tensor, got {type(tensor).__name__}")
-        return self._tensors.all_reduce([shard_of(tensor) for tensor in tensors])
+        return self._tensors.all_reduce([shard_of(tensor) for tensor in tensors], find_absent)
 
     def stats(
         self, *, per_layer: bool = False, residual_norms: bool = True, flat: bool = False

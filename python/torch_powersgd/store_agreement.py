@@ -211,10 +211,12 @@ def naming_absent(group: dist.ProcessGroup, deed: str) -> Iterator[None]:
         deed: What ranks that don't lack it have done, as in ``absent_from``.
 
     Raises:
-        DistBackendError: Instead of a ``RuntimeError``, if ranks lack the collective.
+        DistBackendError: Instead of another ``RuntimeError``, if ranks lack the collective.
     """
     try:
         yield
+    except dist.DistBackendError:  # The group has ended on this rank.
+        raise
     except RuntimeError as error:
         if absent := absent_from(group, deed):
             raise dist.DistBackendError(f"{absent}: {error}") from error

@@ -19,6 +19,7 @@ examples/with_accelerate.py is a whole program.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,8 @@ from torch_powersgd.options import Options
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_compressions: WeakKeyDictionary[Accelerator, list[Compression]] = WeakKeyDictionary()
+# By the number of its file, which a compression keeps when others end.
+_compressions: WeakKeyDictionary[Accelerator, dict[int, Compression]] = WeakKeyDictionary()
 
 
 def attach(
@@ -49,6 +51,7 @@ def attach(
     The residuals follow the accelerator's GradScaler, if it has one. From now on,
     ``accelerator.save_state`` and ``load_state`` save and load the state of the compression too. A
     checkpoint from a run without compression has none: the exact steps then come first again.
+    Several modules must be attached in the same order as in the run that has saved.
 
     Args:
         accelerator: The Accelerator that has prepared the module.
@@ -67,7 +70,9 @@ def attach(
         accelerator.register_save_state_pre_hook(functools.partial(_save, accelerator))
         accelerator.register_load_state_pre_hook(functools.partial(_load, accelerator))
     # accelerator.free_memory may have freed the modules of others.
-    _compressions[accelerator] = [*_living(accelerator), compression]
+    living = _living(accelerator)
+    number = next(i for i in itertools.count() if i not in living)
+    _compressions[accelerator] = {**living, number: compression}
     return compression
 
 
@@ -81,12 +86,12 @@ def _load(accelerator: Accelerator, models: Any, folder: str) -> None:
         state_file.load(compression, file)
 
 
-def _living(accelerator: Accelerator) -> list[Compression]:
-    return [each for each in _compressions.get(accelerator, []) if not each.ended]
+def _living(accelerator: Accelerator) -> dict[int, Compression]:
+    return {i: each for i, each in _compressions.get(accelerator, {}).items() if not each.ended}
 
 
 def _files(accelerator: Accelerator, folder: str) -> Iterator[tuple[Path, Compression]]:
-    for i, compression in enumerate(_living(accelerator)):
+    for i, compression in sorted(_living(accelerator).items()):
         yield Path(folder, f"powersgd_{i}.pt"), compression
 
 

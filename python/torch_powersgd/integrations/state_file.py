@@ -18,7 +18,8 @@ def load(compression: Compression | LocalSGD, file: Path) -> None:
     """Loads the state, unless no process has the file: a run without compression saves none.
 
     Raises:
-        ValueError: On every process, if one has no file or a damaged one.
+        ValueError: On every process, if one has no file or a damaged one, or if the folder has only
+            files of other compressions.
     """
     state: Any = None
     found = file.exists()
@@ -28,9 +29,16 @@ def load(compression: Compression | LocalSGD, file: Path) -> None:
         except Exception as error:  # Of any type: the other processes wait for this one.
             log.warning(f"{file} is damaged: {error}")
             state = {}
-    everyone = [False] * compression.group.size()
-    dist.all_gather_object(everyone, found, compression.group)
-    if any(everyone):  # A process without a state makes load_state_dict raise on all of them.
+    everyone: list[list[str]] = [[]] * compression.group.size()
+    files = sorted(path.name for path in file.parent.glob("powersgd_*.pt"))
+    dist.all_gather_object(everyone, [file.name] if found else files, compression.group)
+    names = [name for names in everyone for name in names]
+    if file.name in names:  # A process without a state makes load_state_dict raise on all of them.
         compression.load_state_dict(state)
+    elif names:
+        raise ValueError(
+            f"{file} does not exist, but {names[0]} does: attach the modules in the same order as "
+            "in the run that has saved the checkpoint"
+        )
     elif compression.group.rank() == 0:
         log.notice(f"{file} does not exist, so compression starts as in a new run")

@@ -83,7 +83,7 @@ class Fragment:
         if not_finite:
             for change in self._changes.values():
                 change.fill_(torch.nan)
-        self._work = self.compression.all_reduce(self._changes)
+        self._work = self.compression._all_reduce(self._changes)
         return not_finite
 
     def wait(self) -> None:

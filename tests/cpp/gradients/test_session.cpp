@@ -4,12 +4,15 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "fake_device/fake_device.h"
+#include "gradients/replicas.h"
 #include "gradients/sessions.h"
 #include "powersgd/scope_override.h"
 #include "ranks/one_rank.h"
@@ -62,6 +65,61 @@ TEST_F(SessionTest, ExactAveragesAreDividedFirstAndCounted) {
   session->average_after_steps(tensors);
   EXPECT_TRUE(at::equal(tensors[0], at::ones({3})));
   EXPECT_TRUE(at::equal(tensors[1], at::full({2}, 5.0)));
+}
+
+// Jobs that nobody waits for. The next collective on the same engine has their exception, once.
+
+constexpr const char* kDamaged = "initialized dtype";
+
+ParameterStatePtr make_damaged() {
+  auto state = std::make_shared<ParameterState>();
+  ParameterState::allocate({{state.get(), {20, 30}, 2, at::kFloat}}, test::hook_defaults(),
+                           at::kCPU);
+  state->p_hat = at::Tensor();
+  return state;
+}
+
+TEST_F(SessionTest, ACheckThatFailsIsAnErrorOfTheNextCollective) {
+  const auto session = make();
+  const std::vector<Replica> good = {{"good", std::make_shared<ParameterState>()}};
+  std::vector<at::Tensor> tensors = {at::ones({3})};
+  const std::vector<std::function<void()>> collectives = {
+      [&] { reduce_compressed(*session); },
+      [&] { session->average_after_steps(tensors); },
+      [&] { session->share_replicas(good, at::kCPU, 0); },
+  };
+  for (const std::function<void()>& collective : collectives) {
+    session->check_replicas({{"damaged", make_damaged()}}, at::kCPU, session->stats());
+    session->run_after_steps(at::kCPU, [] {});  // a state that moves does not fail
+    session->snapshot();
+    const std::string error = error_of(collective);
+    EXPECT_TRUE(contains(error, kDamaged)) << error;
+    EXPECT_EQ(error_of(collective), "no error");
+  }
+  session->check_replicas({{"damaged", make_damaged()}}, at::kCPU, session->stats());
+  session->check_replicas(good, at::kCPU, session->stats());  // fails with the first one's
+  EXPECT_TRUE(contains(error_of(collectives.front()), kDamaged));
+  EXPECT_EQ(error_of(collectives.front()), "no error");
+}
+
+TEST_F(SessionTest, AJobThatNobodyWaitsForFailsTheNextStepOnItsDevice) {
+  for (const at::Device device : {at::Device(at::kCPU), test::fake_device::device(0)}) {
+    test::fake_device::reset(0, test::fake_device::Host::kMayNotWait);
+    const auto session = test::session_of_equal_ranks(device, test::compressing(2));
+    const auto fail = [] { throw std::runtime_error("of the job"); };
+    session->leave_unwatched(session->start_after_steps(device, fail), device);
+    std::vector<at::Tensor> tensors = {at::ones({3}, device)};
+    const auto average = [&] { session->average_after_steps(tensors); };
+    EXPECT_EQ(error_of(average), "of the job");
+    EXPECT_EQ(error_of(average), "no error");
+  }
+}
+
+TEST_F(SessionTest, AShutdownLogsWhatNoCollectiveHasSaid) {
+  const auto session = make();
+  session->check_replicas({{"damaged", make_damaged()}}, at::kCPU, session->stats());
+  session->shutdown();
+  EXPECT_EQ(log_.count("warning: after the last step: "), 1);
 }
 
 TEST_F(SessionTest, TheOverrideOfTheThreadComesBeforeTheScope) {

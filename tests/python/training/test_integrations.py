@@ -202,6 +202,37 @@ def test_accelerate_goes_from_plain_to_compressed_and_back(rank: int, tmp_path: 
 
 @needs("accelerate")
 @on_ranks(2)
+def test_accelerate_finds_each_state_when_another_has_ended(rank: int, tmp_path: Path) -> None:
+    _as_torchrun(rank)
+    from accelerate import Accelerator
+
+    from torch_powersgd.integrations.accelerate import attach
+
+    accelerator, later = Accelerator(cpu=True), Accelerator(cpu=True)
+    ddps = [accelerator.prepare(torch.nn.Linear(48, 16 * (i + 1))) for i in range(4)]
+    first, second = (attach(accelerator, ddp, OPTIONS) for ddp in ddps[:2])
+    for steps in (2, 1):
+        for _ in range(steps):
+            accelerator.backward(ddps[1](torch.randn(4, 48)).square().sum())
+        accelerator.save_state(str(tmp_path / f"both {steps}"))
+    first.detach()
+    dist.barrier()
+    accelerator.load_state(str(tmp_path / "both 2"))
+    assert second.stats()["steps"] == 2
+    accelerator.save_state(str(tmp_path / "second"))
+    assert [path.name for path in (tmp_path / "second").glob("powersgd*")] == ["powersgd_1.pt"]
+
+    third = attach(accelerator, ddps[2], OPTIONS)  # takes the first one's place, not its state
+    with pytest.raises(ValueError, match="must have the parameter's shape"):
+        accelerator.load_state(str(tmp_path / "both 2"))
+    attach(later, ddps[3], OPTIONS)
+    with pytest.raises(ValueError, match="powersgd_0.pt does not exist, but powersgd_1.pt does"):
+        later.load_state(str(tmp_path / "second"))
+    assert third.stats()["steps"] == 0
+
+
+@needs("accelerate")
+@on_ranks(2)
 def test_accelerate_takes_local_steps(rank: int, tmp_path: Path) -> None:
     _as_torchrun(rank)
     from accelerate import Accelerator

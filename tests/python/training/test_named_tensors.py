@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 import torch_powersgd.compression
+from support import ranks
 from support.on_ranks import all_agree, on_ranks
 from support.paired_training import same
 from support.synthetic import (
@@ -247,3 +248,21 @@ def test_a_state_goes_on(rank: int, per_rank: bool) -> None:
         _step(other, rank, i)
         assert same(_step(second, fed, i).values(), expected.values())
     assert second.stats()["steps"] == 7
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@on_ranks(3, op_timeout=2)
+def test_a_process_that_does_not_call_is_named_by_all_others(rank: int, start: int) -> None:
+    """In a step that is compressed, and in an exact one."""
+    options = dataclasses.replace(OPTIONS, start_powerSGD_iter=start)
+    compression = tp.attach({"weight": torch.zeros(64, 64)}, options)
+    store = ranks.side_store()
+    if rank == 1:
+        store.wait(["0", "2"])
+        return
+    work = compression.all_reduce([torch.ones(64, 64)])
+    named = "^rank 1 has not called all_reduce in step 0: "
+    for wait in (work.wait, work.get_future().wait):
+        with pytest.raises(RuntimeError, match=named):
+            wait()
+    store.set(str(rank), "")

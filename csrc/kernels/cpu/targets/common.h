@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-// Every header of targets/stages.inl that is the same for all targets. A target's file includes
+// Every header of targets/all_stages.inl that is the same for all targets. A target's file includes
 // them before the target's options are in force: the linker keeps one copy of an inline function
 // that several files compile, and a copy for AVX-512 must not end up in code for any CPU.
 #if defined(__x86_64__)
