@@ -52,7 +52,7 @@ class PowerSGDStrategy(DDPStrategy):
 
     Args:
         options: Options, or None for those of the process group.
-        local_steps: Function of the DDP module, the optimizer and ``scaler=`` that returns a
+        local_steps: Function of the DDP module, the optimizers and ``scaler=`` that returns a
             ``LocalSGD`` or ``DiLoCo``. It replaces ``attach``, and has options of its own. None:
             average in every step.
         ddp_arguments: Arguments of ``DDPStrategy``.
@@ -84,9 +84,7 @@ class PowerSGDStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.local_steps is not None:
-            if len(self.optimizers) != 1:
-                raise ValueError(f"local_steps needs one optimizer, got {len(self.optimizers)}")
-            self._begin(self.local_steps(self.model, *self.optimizers, scaler=self._scaler))
+            self._begin(self.local_steps(self.model, self.optimizers, scaler=self._scaler))
 
     @property
     def _scaler(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch_powersgd.local_steps.averaging import known_ranks, same_processes
 from torch_powersgd.local_steps.fragment import Tensors, reshard
 from torch_powersgd.local_steps.running import takes_local_steps
 from torch_powersgd.option_values import dtype_name, is_bool, shown
+from torch_powersgd.reduction_checks import parameters_of
 from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments
 from torch_powersgd.targets import NamedTensors, shard_of
 
@@ -91,7 +92,7 @@ class Arguments:
     """
 
     model: torch.nn.Module
-    optimizer: Optimizer
+    optimizers: Sequence[Optimizer]
     schedule: Schedule
     average_buffers: bool
     group: dist.ProcessGroup | None
@@ -140,20 +141,18 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
     model, schedule = arguments.model, arguments.schedule
     for name, kind, text in (
         ("model", torch.nn.Module, "a torch.nn.Module"),
-        ("optimizer", Optimizer, "a torch.optim.Optimizer"),
         ("scaler", torch.amp.GradScaler | None, "a torch.amp.GradScaler"),
         ("average_buffers", bool, "a bool"),
     ):
         value = getattr(arguments, name)
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be {text}, got {type(value).__name__}")
-    if takes_local_steps(arguments.optimizer):
-        raise ValueError("this optimizer already takes local steps: call detach() on them first")
+    _check_optimizers(arguments.optimizers)
     schedule.check()
     _check_averages(model, group)
     module = model.module if isinstance(model, DistributedDataParallel) else model
     reshard(module)
-    _check_not_split(module, arguments.optimizer, group)
+    _check_not_split(module, arguments.optimizers, group)
     everything = dict(module.named_parameters())
     trained = {name: p for name, p in everything.items() if p.requires_grad and p.numel()}
     if len(trained) < schedule.fragments:
@@ -161,7 +160,13 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
             f"fragments must be at most {len(trained)}, the number of trainable parameters, got "
             f"{schedule.fragments}"
         )
+    _check_held(arguments.optimizers, trained)
     arguments.check_trained(trained)
+    if name := takes_local_steps(trained):
+        raise ValueError(
+            f"{name!r} already takes local steps: call detach() on them first. To train a model "
+            "with several optimizers, pass them as a list: LocalSGD(model, [one, other], ...)"
+        )
     kept = module.state_dict(keep_vars=True)
     buffers = dict(module.named_buffers())
     floating = [name for name, b in buffers.items() if name in kept and b.is_floating_point()]
@@ -172,6 +177,34 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
         floating if arguments.average_buffers else [],
         {name: shard_of(tensor.detach()) for name, tensor in (everything | buffers).items()},
     )
+
+
+def _check_optimizers(optimizers: Sequence[Any]) -> None:
+    if not optimizers:
+        raise ValueError("optimizer must be a torch.optim.Optimizer or a list of them, got none")
+    for i, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                "optimizer must be a torch.optim.Optimizer or a list of them, got "
+                f"{type(optimizer).__name__}"
+            )
+        if any(other is optimizer for other in optimizers[:i]):
+            raise ValueError(
+                f"optimizer must not list the same {type(optimizer).__name__} twice, for it takes "
+                "one step at a time"
+            )
+
+
+def _check_held(optimizers: Sequence[Optimizer], trained: Tensors) -> None:
+    """Raises a ValueError if the steps of an optimizer don't train the model."""
+    ids = {id(parameter) for parameter in trained.values()}
+    for optimizer in optimizers:
+        if not any(id(parameter) in ids for parameter in parameters_of(optimizer)):
+            raise ValueError(
+                "optimizer must hold trainable parameters of the model, but "
+                f"{type(optimizer).__name__} holds none of them. One that holds copies, such as "
+                "float32 masters, would undo each average"
+            )
 
 
 def _check_averages(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
@@ -195,11 +228,11 @@ def _check_averages(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _check_not_split(
-    model: torch.nn.Module, optimizer: Optimizer, group: dist.ProcessGroup
+    model: torch.nn.Module, optimizers: Sequence[Optimizer], group: dist.ProcessGroup
 ) -> None:
     """Raises a ValueError if processes of the group hold different parts of the model."""
     others = known_ranks().get(group, {}).keys() - {dist.get_rank()}
-    for what, over in _splits(model, optimizer):
+    for what, over in _splits(model, optimizers):
         if others & known_ranks().get(over, {}).keys():
             raise ValueError(
                 f"{what} is split over processes of this group, but each must be able to train on "
@@ -208,7 +241,7 @@ def _check_not_split(
 
 
 def _splits(
-    model: torch.nn.Module, optimizer: Optimizer
+    model: torch.nn.Module, optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, dist.ProcessGroup | None]]:
     """What is split between processes, and over which group."""
     for name, parameter in model.named_parameters():
@@ -219,8 +252,9 @@ def _splits(
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             yield "FullyShardedDataParallel", module.process_group
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        yield "ZeroRedundancyOptimizer", optimizer.process_group
+    for optimizer in optimizers:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            yield "ZeroRedundancyOptimizer", optimizer.process_group
 
 
 def split(parameters: Tensors, count: int) -> list[Tensors]:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from torch_powersgd.local_steps.counting import delegate_of
 from torch_powersgd.local_steps.fragment import Fragment, Tensors
 from torch_powersgd.local_steps.steps import LocalSGD
 from torch_powersgd.options import Options
@@ -40,13 +41,13 @@ class DiLoCo(LocalSGD):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         outer_optimizer: Optimizer,
         sync_every: int,
         options: Options | Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        self.outer_optimizer = outer_optimizer
+        self.outer_optimizer: Optimizer = delegate_of(outer_optimizer)
         super().__init__(model, optimizer, sync_every, options, **others)
         self._hold_anchors()
 
@@ -55,6 +56,10 @@ class DiLoCo(LocalSGD):
         if not isinstance(outer, Optimizer):
             raise ValueError(
                 f"outer_optimizer must be a torch.optim.Optimizer, got {type(outer).__name__}"
+            )
+        if any(outer is optimizer for optimizer in self.optimizers):
+            raise ValueError(
+                "outer_optimizer must be another optimizer than optimizer: its steps are the rounds"
             )
         held = {id(p) for group in outer.param_groups for p in group["params"]}
         if missing := [name for name, p in trained.items() if id(p) not in held]:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import atexit
+import gc
+from collections.abc import Mapping
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -15,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 class LocalSteps(Protocol):
     """What this module knows of ``LocalSGD``."""
 
-    optimizer: Optimizer
+    _trained: set[int]  # the ids of the parameters
 
     def _after_any_step(self, optimizer: Optimizer) -> None: ...
 
@@ -38,8 +40,18 @@ def end(steps: LocalSteps) -> None:
     _running.discard(steps)
 
 
-def takes_local_steps(optimizer: Optimizer) -> bool:
-    return any(steps.optimizer is optimizer for steps in _running)
+def takes_local_steps(parameters: Mapping[str, torch.Tensor]) -> str:
+    """Returns the name of a parameter that takes local steps already, or nothing."""
+    taken = _taken(parameters)
+    if taken:
+        gc.collect()  # Nobody may hold the others any more.
+        taken = _taken(parameters)
+    return taken
+
+
+def _taken(parameters: Mapping[str, torch.Tensor]) -> str:
+    ids = {p for steps in _running for p in steps._trained}
+    return next((name for name, parameter in parameters.items() if id(parameter) in ids), "")
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

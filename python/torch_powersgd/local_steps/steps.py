@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch_powersgd import grad_scaler, log
 from torch_powersgd.checkpoint import PerRank
 from torch_powersgd.group_backends import next_call_on
-from torch_powersgd.local_steps import averaging, checks, running, state, summary
+from torch_powersgd.local_steps import averaging, checks, counting, running, state, summary
 from torch_powersgd.local_steps.checks import Arguments, Schedule
 from torch_powersgd.local_steps.fragment import (
     Fragment,
@@ -68,7 +68,8 @@ class LocalSGD(Stateful):
             counts as the module inside it, and averages nothing until the end. DDP over other
             processes, or FSDP2, keeps averaging gradients in every step, within a host or a
             replica.
-        optimizer: Optimizer whose steps are counted.
+        optimizer: Optimizer whose steps are counted, or a list of several, such as Muon and AdamW,
+            that share the model. A step then counts once each of them has taken it.
         sync_every: Number of steps from one round of a parameter to its next.
         options: As in ``attach``. A step of the options is a round. Unless you set
             ``start_powerSGD_iter``, only the rounds of the warm-up are exact.
@@ -90,10 +91,11 @@ class LocalSGD(Stateful):
             differ between processes.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         sync_every: int,
         options: Options | Mapping[str, Any] | None = None,
         *,
@@ -105,12 +107,17 @@ class LocalSGD(Stateful):
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-        while isinstance(wrapped := getattr(optimizer, "optimizer", None), Optimizer):
-            optimizer = wrapped  # Accelerate's has no hooks of its own
-        self.optimizer = optimizer
+        several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self.optimizers: list[Optimizer] = [counting.delegate_of(one) for one in several]
         self.schedule = Schedule(sync_every, fragments, fragment_sync_delay, warmup_steps)
         arguments = Arguments(
-            model, optimizer, self.schedule, average_buffers, group, scaler, self._check_trained
+            model,
+            self.optimizers,
+            self.schedule,
+            average_buffers,
+            group,
+            scaler,
+            self._check_trained,
         )
         found = checks.agree(type(self).__name__, arguments)
         self.group = found.group
@@ -124,18 +131,17 @@ class LocalSGD(Stateful):
         self._taken = self._dropped = 0  # by this object
         self._buffer_bytes = 0  # sent so far
         self._round_buffer_bytes = 0  # of these, with compressed rounds
-        self._heard = False  # whether the optimizer's hook ran in the scaler's step
         self._moved = False  # whether a step was taken since ``sync``
         self._ended = False
         self._last_stats: dict[str, Any] = {}  # once it has ended
         self._trained = {id(p) for part in found.parts for p in part.values()}
         self._wrappers: set[DistributedDataParallel] = set()  # which average nothing
         self._stop_averaging()
-        self._hook = optimizer.register_step_post_hook(self._after_step)
-        self._uncounted = 0  # steps of other optimizers since the last that counts
+        self._counter = counting.StepCounter(self.optimizers, self._count_step)
+        self._uncounted = 0  # optimizer steps since the last that counts
         running.begin(self)
         if scaler is not None:
-            grad_scaler.around_step(scaler, self._around_scaler)
+            grad_scaler.around_step(scaler, self._counter.around_scaler)
         if self.group.rank() == 0:
             buffer_bytes = sum(at_least_float32(buffer).nbytes for buffer in self._buffers.values())
             log.notice(summary.announcement(*self._described, self._fragments, buffer_bytes))
@@ -169,14 +175,18 @@ class LocalSGD(Stateful):
         self._average_buffers(compressed=not exact)
         self._moved = False
 
-    def step_skipped(self) -> None:
+    def step_skipped(self, optimizer: Optimizer | None = None) -> None:
         """Counts a step that this process's optimizer did not take.
 
         Each process counts its own steps to know when a round is due. Call this instead of
         ``optimizer.step()`` on a process that skips it, for example because a gradient is not
         finite. ``scaler=`` calls it for you.
+
+        Args:
+            optimizer: Which of several optimizers did not take the step. None: all that have not
+                taken it yet.
         """
-        self._count_step()
+        self._counter.skip(counting.delegate_of(optimizer))
 
     def stats(self) -> dict[str, Any]:
         """Returns this process's counts. It is not collective.
@@ -293,7 +303,7 @@ class LocalSGD(Stateful):
 
     def _end(self) -> None:
         running.end(self)
-        self._hook.remove()
+        self._counter.end()
         for ddp in self._wrappers:
             averaging.go_on(ddp)
         self._ended = True
@@ -338,14 +348,10 @@ class LocalSGD(Stateful):
     def _load_outer_optimizer(self, state: dict[str, Any]) -> None:
         """Loads what ``_outer_optimizer_state`` returned."""
 
-    def _after_step(self, *_: object) -> None:
-        self._heard = True
-        self._count_step()
-
     def _after_any_step(self, optimizer: Optimizer) -> None:
         """Notices steps that do not count, as of an optimizer that was created after a load."""
-        if optimizer is self.optimizer:
-            self._uncounted = 0
+        own = self._counter.has(optimizer)
+        if own and not self._counter.waits:
             return
         if not any(id(parameter) in self._trained for parameter in parameters_of(optimizer)):
             return
@@ -355,8 +361,8 @@ class LocalSGD(Stateful):
             kind = type(self).__name__
             log.warning(
                 f"{kind} does not count the last {_ALLOWED} steps of an optimizer that trains its "
-                "parameters, so nothing is averaged and the ranks drift apart. Pass that optimizer "
-                f"to {kind}"
+                "parameters, so nothing is averaged and the ranks drift apart. "
+                + ("Another of its optimizers took no step" if own else "Pass that optimizer to it")
             )
 
     def _at_exit(self) -> None:
@@ -373,6 +379,7 @@ class LocalSGD(Stateful):
         self._step += 1
         self._taken += 1
         self._moved = True
+        self._uncounted = 0
         if self._taken == 1:
             self._stop_averaging()
         if self._step <= self.schedule.warmup_steps:
@@ -447,13 +454,3 @@ class LocalSGD(Stateful):
     def _finish_all(self, averages: bool = False) -> None:
         for fragment in self._fragments:
             self._finish(fragment, averages)
-
-    def _around_scaler(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Counts a step that the scaler skips, in which most optimizers' hooks don't run."""
-        self._heard = False
-
-        def count_skipped() -> None:
-            if optimizer is self.optimizer and not self._heard:
-                self._count_step()
-
-        return count_skipped

@@ -375,11 +375,13 @@ def _refuses(call: Callable[[], Any], message: str) -> None:
 def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     model = _net()
     sgd, ddp = _sgd(model), DistributedDataParallel(_net())
-    taken = _sgd(model)
-    first = tp.LocalSGD(model, taken, 4)
+    other = _net()
+    taken = _sgd(other)
+    first = tp.LocalSGD(other, taken, 4)
     tp.attach(ddp)
     part = torch.optim.SGD(model[0].parameters(), lr=1.0)
     scaler: Any = "scaler"
+    third = nn.Linear(3, 1)
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: tp.LocalSGD(model, sgd, 0), "sync_every must be an integer >= 1, got 0"),
         (lambda: tp.LocalSGD(model, sgd, 1.5), "sync_every must be an integer >= 1, got"),  # type: ignore[arg-type]
@@ -397,11 +399,20 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
             "warmup_steps must be an integer >= 0",
         ),
         (lambda: tp.LocalSGD(ddp, _sgd(ddp), 4), "this module is attached, but local steps do"),
-        (lambda: tp.LocalSGD(model, taken, 4), "this optimizer already takes local steps"),
+        (
+            lambda: tp.LocalSGD(other, _sgd(other), 4),
+            "'0.weight' already takes local steps: call detach() on them first. To train a model "
+            "with several optimizers, pass them as a list",
+        ),
+        (lambda: tp.LocalSGD(model, taken, 4), "optimizer must hold trainable parameters of the"),
+        (lambda: tp.LocalSGD(model, [sgd, taken], 4), "the model, but SGD holds none of them"),
+        (lambda: tp.LocalSGD(model, [], 4), "optimizer must be a torch.optim.Optimizer or a list"),
+        (lambda: tp.LocalSGD(model, [sgd, sgd], 4), "must not list the same SGD twice"),
+        (lambda: tp.DiLoCo(model, sgd, sgd, 4), "outer_optimizer must be another optimizer than"),
         (lambda: tp.LocalSGD({}, sgd, 4), "model must be a torch.nn.Module, got dict"),  # type: ignore[arg-type]
         (
             lambda: tp.LocalSGD(model, model, 4),  # type: ignore[arg-type]
-            "optimizer must be a torch.optim.Optimizer, got Seq",
+            "optimizer must be a torch.optim.Optimizer or a list of them, got Seq",
         ),
         (lambda: tp.LocalSGD(model, sgd, 4, scaler=scaler), "scaler must be a torch.amp.GradSc"),
         (lambda: tp.DiLoCo(model, sgd, part, 4), "model, but it lacks '2.weight'"),
@@ -413,7 +424,7 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
         (lambda: tp.LocalSGD(model, sgd, 4 * (1 - rank)), "rank 1: sync_every must be an integer"),
         (lambda: tp.LocalSGD(model, sgd, 4, {"bits": 4}), "'bits' is not an option"),
         (
-            lambda: tp.LocalSGD([model, nn.Linear(3, 1)][rank], sgd, 4),
+            lambda: tp.LocalSGD([model, third][rank], [sgd, _sgd(third)][rank], 4),
             "the same model to LocalSGD, but rank 0 has '0.weight' float32 [40, 24] where "
             "rank 1 has 'weight' float32 [1, 3]",
         ),
@@ -425,7 +436,7 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     assert not sgd._optimizer_step_post_hooks
     first.detach()
     _refuses(first.state_dict, "LocalSGD has ended: sync it, or save or load its state, before")
-    tp.LocalSGD(model, taken, 4).detach()
+    tp.LocalSGD(other, taken, 4).detach()
     local = DistributedDataParallel(_net())
     steps = tp.LocalSGD(local, _sgd(local), 4)
     _refuses(lambda: tp.attach(local), "this module takes local steps, which do their own compr")

@@ -247,7 +247,11 @@ def test_accelerate_takes_local_steps(rank: int, tmp_path: Path) -> None:
     for i in range(6):
         if i == 3:
             accelerator.save_state(str(tmp_path))
-        accelerator.backward(ddp(torch.randn(4, 48)).square().sum())
+        with accelerator.no_sync(ddp):
+            loss = ddp(torch.randn(4, 48)).square().sum()
+        with accelerator.trigger_sync_in_backward(ddp):
+            accelerator.backward(loss)
+        assert not all_agree(model.weight.grad.tolist())  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
         assert all_agree(model.weight.tolist()) is ((i + 1) % 3 == 0)
@@ -277,9 +281,7 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
             self.log("validated", 1.0 + rank, sync_dist=True, batch_size=1 + 2 * rank)
 
         def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(optimizers)]
-
-    optimizers = 1
+            return [torch.optim.SGD(self.parameters(), lr=0.1)]
 
     def trainer(steps: int) -> Trainer:
         return Trainer(
@@ -310,12 +312,50 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
         assert all_agree(module.layer.weight.tolist())
         fitted.save_checkpoint(file)
         assert torch.load(file, weights_only=False)[KEY]["step"] == steps
-    if make is not None:
-        optimizers = 2
-        module = Module()
-        module.automatic_optimization = False
-        with pytest.raises(ValueError, match="local_steps needs one optimizer, got 2"):
-            trainer(1).fit(module, batches)
+
+
+@needs("lightning")
+@on_ranks(2)
+def test_lightning_takes_local_steps_by_manual_optimization(rank: int, tmp_path: Path) -> None:
+    _as_torchrun(rank)
+    from lightning.pytorch import LightningModule, Trainer
+
+    from torch_powersgd.integrations.lightning import PowerSGDStrategy
+
+    agree = []
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(48, 48)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: torch.Tensor, _: int) -> None:
+            self.manual_backward(self.layer(batch).square().mean())
+            gradients = all_agree(self.layer.weight.grad.tolist())  # type: ignore[union-attr]
+            for optimizer in self.optimizers():  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
+            agree.append((gradients, all_agree(self.layer.weight.tolist())))
+
+        def configure_optimizers(self) -> Any:
+            weight, bias = self.layer.parameters()
+            return [torch.optim.SGD([weight], lr=0.1), torch.optim.AdamW([bias], lr=0.1)]
+
+    fitted = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PowerSGDStrategy(local_steps=EVERY_THREE),
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    vectors: Any = torch.randn(6 * 2 * 4, 48)
+    fitted.fit(Module(), torch.utils.data.DataLoader(vectors, batch_size=4))
+    assert agree == [(False, i % 3 == 2) for i in range(6)]
 
 
 class _Loss(torch.nn.Module):
