@@ -164,8 +164,10 @@ def test_accelerate_takes_local_steps(rank: int, tmp_path: Path) -> None:
 @needs("lightning")
 @on_ranks(2)
 def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None:
+    """The first training looks for a learning rate, with steps that diverge and are undone."""
     _as_torchrun(rank)
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import LearningRateFinder
 
     from torch_powersgd.integrations.lightning import KEY, PowerSGDStrategy
 
@@ -186,8 +188,9 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
 
     optimizers = 1
 
-    def trainer(steps: int) -> Trainer:
+    def trainer(steps: int, *callbacks: Any) -> Trainer:
         return Trainer(
+            callbacks=[*callbacks],
             accelerator="cpu",
             devices=2,
             strategy=PowerSGDStrategy(OPTIONS, make),
@@ -203,16 +206,18 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
     vectors: Any = torch.randn(64, 48)
     batches: Any = torch.utils.data.DataLoader(vectors, batch_size=4)
     file = tmp_path / "saved.ckpt"
-    for steps, resumed, metrics in (
-        (3, None, {"validated": 1.75}),  # weighted by the sizes of the batches
-        (5, file, {"validated": 1.75}),
-        (5, file, {}),  # nothing is left to train
+    finder = LearningRateFinder(1e3, 1e6, 4, early_stop_threshold=None, update_attr=False)
+    for steps, resumed, metrics, callbacks in (
+        (3, None, {"validated": 1.75}, [finder]),  # weighted by the sizes of the batches
+        (5, file, {"validated": 1.75}, []),
+        (5, file, {}, []),  # nothing is left to train
     ):
-        fitted = trainer(steps)
+        fitted = trainer(steps, *callbacks)
         module = Module()
         fitted.fit(module, batches, batches, ckpt_path=resumed)
         assert fitted.callback_metrics == metrics
         assert all_agree(module.layer.weight.tolist())
+        assert module.layer.weight.abs().max() < 1
         fitted.save_checkpoint(file)
         assert torch.load(file, weights_only=False)[KEY]["step"] == steps
     if make is not None:
