@@ -103,9 +103,8 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         # A gloo group created instead of this one stores its address under this key.
         gloo = [rank for rank in absent if dist_options.store.check([f"0/{rank}"])]
         return (
-            f"{call.names_of(gloo)} created a gloo process group and "
-            f"{call.names_of([call.rank])} a powersgd one: pass the same backend to "
-            "init_process_group on all ranks"
+            f"{call.names_of(gloo)} created a gloo process group instead of a powersgd one: pass "
+            "the same backend to init_process_group on all ranks"
             if gloo
             else ""
         )

@@ -21,7 +21,7 @@ _PARTS = ("shard ", "process ")  # prefixes of the keys of parts
 LOCAL_FIELDS = ("memory", "p_hat", "q_local", "q_warm", "grad_scale")
 _IN_UNITS = ("residual", "memory", "q_local")  # multiplied by a grad_scale
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_LARGEST_STEP = 2**62
+LARGEST_STEP = 2**62
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -74,7 +74,7 @@ def read(state: dict[str, Any]) -> Saved:
     """Returns the parts of a state. It raises a ValueError if one of them is invalid."""
     step, parameters = state["step"], state["parameters"]
     whole = isinstance(step, int) and not isinstance(step, bool)
-    if not whole or not 0 <= step <= _LARGEST_STEP:
+    if not whole or not 0 <= step <= LARGEST_STEP:
         raise ValueError(
             f"step of the checkpoint must be an integer from 0 to 2**62, got {shown(step)}"
         )

@@ -28,13 +28,13 @@ ALREADY_ATTACHED = (
 
 def check_module(ddp: DistributedDataParallel) -> None:
     """Raises a ValueError if a hook cannot reduce the module's gradients."""
-    if _C.is_attached(ddp.reducer):
-        raise ValueError(ALREADY_ATTACHED)
     if ddp in in_local_steps:
         raise ValueError(
             "this module takes local steps, which do their own compression: call their detach() "
             "first, or leave attach out"
         )
+    if _C.is_attached(ddp.reducer):
+        raise ValueError(ALREADY_ATTACHED)
     if ddp.mixed_precision is not None:
         raise ValueError(
             "attach does not work with DDP's mixed_precision, which uses DDP's only communication "

@@ -1,107 +1,118 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mixed precision: residuals follow the scale and the skipped steps of a GradScaler."""
+"""Mixed precision: residuals follow the scale and the skipped steps of a GradScaler.
+
+A scaler has no hooks, so this module wraps ``scale`` and ``step`` of the one object, once, and
+calls listeners. A scaler may outlive many models: a listener whose object is gone is forgotten.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
+from torch.optim import Optimizer
 
 from torch_powersgd._core import _C
+
+# Called with the first argument of ``scale`` or ``step``. It returns what to call afterwards, or
+# None if its object is gone.
+After = Callable[[], None]
+Listener = Callable[[Any], After | None]
+
+
+@dataclass
+class _Listeners:
+    scale: list[Listener] = field(default_factory=list)
+    step: list[Listener] = field(default_factory=list)
+
+
+_wrapped: WeakKeyDictionary[torch.amp.GradScaler, _Listeners] = WeakKeyDictionary()
 
 
 def follow(
     scaler: torch.amp.GradScaler, reducer: _C.BucketReducer, parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Makes ``reducer``, which has these parameters, follow the scaler's scale and skipped steps.
+    """Makes the reducer of these parameters follow the scaler's scale and skipped steps."""
+    if not scaler.is_enabled():
+        return
+    index = {name: i for i, name in enumerate(reducer.states.names)}
+    index_of = {id(parameter): index[name] for name, parameter in parameters.items()}
+    device = next(iter(parameters.values())).device
+    reference, owner = ref(reducer), ref(scaler)
 
-    A scaler has no hooks, so this function wraps ``scale`` and ``step`` of this one object.
-    """
-    if scaler.is_enabled():
-        index = {name: i for i, name in enumerate(reducer.states.names)}
-        index_of = {id(parameter): index[name] for name, parameter in parameters.items()}
-        device = next(iter(parameters.values())).device
-        reference = ref(reducer)  # The scaler may outlive the module.
-        _wrap_scale(scaler, reference)
-        _follow_steps(scaler, reference, index_of, device)
-
-
-def call_after_step(
-    scaler: torch.amp.GradScaler, call: Callable[[torch.optim.Optimizer], None]
-) -> None:
-    """Calls a function with the optimizer after each ``scaler.step``, even if it skips the step.
-
-    This wraps ``step`` of this one object.
-    """
-    inner = scaler.step
-
-    @functools.wraps(inner)
-    def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = inner(optimizer, *args, **kwargs)
-        call(optimizer)
-        return result
-
-    scaler.step = step  # type: ignore[method-assign]
-    _wrap_getstate(scaler)
-
-
-def weakly(
-    method: Callable[[torch.optim.Optimizer], None],
-) -> Callable[[torch.optim.Optimizer], None]:
-    """Returns a function that calls the method while its object lives. A scaler may outlive it."""
-    reference = WeakMethod(method)
-
-    def call(optimizer: torch.optim.Optimizer) -> None:
-        if (found := reference()) is not None:
-            found(optimizer)
-
-    return call
-
-
-def _wrap_scale(scaler: torch.amp.GradScaler, reference: ref[_C.BucketReducer]) -> None:
-    inner = scaler.scale
-
-    @functools.wraps(inner)
-    def scale(outputs: Any) -> Any:
-        scaled = inner(outputs)
+    def note_scale() -> None:
         # The device reads the scale, because the host would have to synchronize. The scaler creates
         # the tensor in the first scale() and changes it in update(), after the optimizer's step,
         # which waits for the gradients. By then no reduction reads the tensor.
-        if (reducer := reference()) is not None and scaler._scale is not None:
-            reducer.states.loss_scale = scaler._scale
-        return scaled
+        found, of = reference(), owner()
+        if found is not None and of is not None and of._scale is not None:
+            found.states.loss_scale = of._scale
 
-    scaler.scale = scale  # type: ignore[method-assign]
-
-
-def _follow_steps(
-    scaler: torch.amp.GradScaler,
-    reference: ref[_C.BucketReducer],
-    index_of: Mapping[int, int],
-    device: torch.device,
-) -> None:
-    def note_skipped(optimizer: torch.optim.Optimizer) -> None:
-        if (reducer := reference()) is None:
-            return
+    def note_skipped(optimizer: Optimizer) -> None:
+        found, of = reference(), owner()
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        if indices := [index_of[p] for p in held if p in index_of]:
-            found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            infs = [inf.to(device, non_blocking=True) for inf in found.values()]
-            reducer.states.step_skipped(torch.stack(infs).sum(), indices)
+        indices = [index_of[p] for p in held if p in index_of]
+        if found is not None and of is not None and indices:
+            infs = of._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+            total = torch.stack([inf.to(device, non_blocking=True) for inf in infs]).sum()
+            found.states.step_skipped(total, indices)
 
-    call_after_step(scaler, note_skipped)
+    def lives() -> bool:
+        return reference() is not None
+
+    listeners = _listeners_of(scaler)
+    listeners.scale.append(lambda outputs: note_scale if lives() else None)
+    listeners.step.append(lambda optimizer: partial(note_skipped, optimizer) if lives() else None)
 
 
-def _wrap_getstate(scaler: torch.amp.GradScaler) -> None:
-    inner = scaler.__getstate__
+def around_step(scaler: torch.amp.GradScaler, method: Callable[[Optimizer], After]) -> None:
+    """Calls a method before each ``scaler.step``, and what it returns afterwards.
+
+    It gets the optimizer, whose step the scaler may skip. The calls end with the method's object.
+    """
+    reference = WeakMethod(method)
+
+    def listener(optimizer: Optimizer) -> After | None:
+        found = reference()
+        return None if found is None else found(optimizer)
+
+    _listeners_of(scaler).step.append(listener)
+
+
+def _listeners_of(scaler: torch.amp.GradScaler) -> _Listeners:
+    if scaler not in _wrapped:
+        _wrapped[scaler] = _Listeners()
+        _wrap(scaler, _wrapped[scaler])
+    return _wrapped[scaler]
+
+
+def _wrap(scaler: torch.amp.GradScaler, listeners: _Listeners) -> None:
+    inner = {name: getattr(scaler, name) for name in ("scale", "step", "__getstate__")}
+
+    def with_listeners(name: str, called: list[Listener]) -> Callable[..., Any]:
+        @functools.wraps(inner[name])
+        def method(*args: Any, **kwargs: Any) -> Any:
+            first = next(iter((*args, *kwargs.values())), None)
+            after = [(listener, listener(first)) for listener in called]
+            called[:] = [listener for listener, call in after if call is not None]
+            result = inner[name](*args, **kwargs)
+            for _, call in after:
+                if call is not None:
+                    call()
+            return result
+
+        return method
 
     # A copy has its own scale and another model, which ``attach`` makes follow it.
-    @functools.wraps(inner)
+    @functools.wraps(inner["__getstate__"])
     def getstate() -> dict[str, Any]:
-        wrapped = ("scale", "step", "__getstate__")
-        return {name: value for name, value in inner().items() if name not in wrapped}
+        return {name: value for name, value in inner["__getstate__"]().items() if name not in inner}
 
+    scaler.scale = with_listeners("scale", listeners.scale)  # type: ignore[method-assign]
+    scaler.step = with_listeners("step", listeners.step)  # type: ignore[method-assign]
     scaler.__getstate__ = getstate  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.ddp import conversion_error, named_parameters_of
+from torch_powersgd.ddp import conversion_error, in_local_steps, named_parameters_of
 
 # Warn after more optimizer steps than this without an average, and look this often for parameters
 # that are not averaged. A job that accumulates gradients steps only after an average.
@@ -53,7 +53,7 @@ class _Check:
     def before_step(self) -> None:
         """Raises a RuntimeError if DDP should have averaged gradients that it no longer gets."""
         ddp = self.module()
-        if not isinstance(ddp, DistributedDataParallel):
+        if not isinstance(ddp, DistributedDataParallel) or ddp in in_local_steps:
             return
         passes = _C.synchronized_passes(ddp.reducer)
         if passes != self.passes:

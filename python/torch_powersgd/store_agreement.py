@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # A warning names a rank that is this late. The wait then polls for its key at this interval.
 PATIENCE = timedelta(seconds=8)
 INTERVAL = timedelta(seconds=0.5)
+# Ranks on which the same collective fails notice it within this time of each other.
+GRACE = timedelta(seconds=3)
 
 # Takes the arguments of all ranks, and returns the message of the error to raise, or nothing.
 Compare = Callable[[list[dict[str, Any]]], str]
@@ -35,6 +37,7 @@ Conclude = Callable[[list[dict[str, Any]]], Any]
 
 _VERDICT = "verdict"
 _ABSENT = "absent"  # The ranks whose keys rank 0 does not find.
+_READ = "read"  # Prefix of the keys of the ranks that know of an error.
 
 
 @dataclass(frozen=True)
@@ -79,22 +82,48 @@ class CollectiveCall:
             ValueError: If a rank has an error, ``compare`` returns one, or a rank does not call. It
                 is raised on every rank.
         """
-        self.store.set(str(self.rank), json.dumps(mine))
-        if self.rank == 0:
-            # Only one rank compares and looks for absent ranks, so that n ranks make n requests.
-            everyone = [str(rank) for rank in range(len(self.global_ranks))]
-            self._wait(everyone)
-            given = [json.loads(self.store.get(key)) for key in everyone]
-            error = error_of(given) or compare(given)
-            verdict = {"error": error, "conclusion": None if error else conclude(given)}
-            self.store.set(_VERDICT, json.dumps(verdict))
-            self._forget_before(everyone)
-        else:
-            self._wait([_VERDICT])
-        verdict = json.loads(self.store.get(_VERDICT))
+        try:
+            text = json.dumps(mine)
+        except Exception as invalid:  # such as an integer of 5000 digits
+            text = json.dumps(error_as_arguments(invalid))
+        self.store.set(str(self.rank), text)
+        verdict = self._judge(compare, conclude) if self.rank == 0 else self._read_verdict()
         if verdict["error"]:
+            self._wait_for_readers()
             raise ValueError(verdict["error"])
         return verdict["conclusion"]
+
+    def _judge(self, compare: Compare, conclude: Conclude) -> dict[str, Any]:
+        """Only rank 0 compares and looks for absent ranks, so that n ranks make n requests."""
+        everyone = [str(rank) for rank in range(len(self.global_ranks))]
+        given = []
+        error = self._wait(everyone)
+        if not error:
+            given = [json.loads(self.store.get(key)) for key in everyone]
+            error = error_of(given) or compare(given)
+        verdict = {"error": error, "conclusion": None if error else conclude(given)}
+        self.store.set(_VERDICT, json.dumps(verdict))
+        if given:
+            self._forget_before(everyone)
+        return verdict
+
+    def _read_verdict(self) -> dict[str, Any]:
+        error = self._wait([_VERDICT])
+        verdict: dict[str, Any] = {"error": error}
+        return verdict if error else json.loads(self.store.get(_VERDICT))
+
+    def _wait_for_readers(self) -> None:
+        """Keeps rank 0, whose process may host the store, until the others know of the error."""
+        with contextlib.suppress(RuntimeError):  # A rank that has died does not read.
+            if self.rank > 0:
+                self.store.set(f"{_READ}/{self.rank}", "")
+                return
+            absent = {0, *self.absent()}
+            keys = [f"{_READ}/{r}" for r in range(len(self.global_ranks)) if r not in absent]
+            if keys:
+                self.store.wait(keys, PATIENCE)
+            for key in keys:
+                self.store.delete_key(key)
 
     def absent(self) -> list[int]:
         """The ranks that have not called yet, as far as rank 0 knows."""
@@ -125,28 +154,34 @@ class CollectiveCall:
                 for key in (*everyone, _VERDICT, _ABSENT):
                     self.before.delete_key(key)
 
-    def _wait(self, keys: list[str]) -> None:
-        """Waits for the keys. A warning names the ranks that are late."""
+    def _wait(self, keys: list[str]) -> str:
+        """Waits for the keys. Returns why they won't come, or nothing.
+
+        A warning names the ranks that are late.
+        """
         start = time.monotonic()
         try:
             self.store.wait(keys, min(PATIENCE, self.timeout))
-            return
+            return ""
         except RuntimeError:  # Not every kind of store has a type for timeouts.
             named = False
         while not self.store.check(keys):
             late = self.absent()
+            if late and (reason := self.explain(self, late)):
+                return reason
             if late and not named:
                 named = True
                 me = self.names_of([self.rank])
                 log.warning(f"{self._without(late)}; {me} is waiting")
-            reason = self.explain(self, late) if late else ""
-            seconds = self.timeout.total_seconds()
-            if not reason and time.monotonic() - start > seconds:
+            limit = self.timeout
+            if self.rank > 0 and 0 not in late:
+                limit += self.timeout + PATIENCE  # Rank 0 has called since, and waits as long.
+            if time.monotonic() - start > limit.total_seconds():
+                seconds = self.timeout.total_seconds()
                 missing = self._without(late or [0])
-                reason = f"{missing} within {seconds:g} seconds; all ranks must do so"
-            if reason:
-                raise ValueError(reason)
+                return f"{missing} within {seconds:g} seconds; all ranks must do so"
             time.sleep(INTERVAL.total_seconds())
+        return ""
 
 
 def next_call(
@@ -165,6 +200,56 @@ def next_call(
         timeout,
         before=store_of_call(calls, number - 1) if number > 1 else None,
     )
+
+
+@contextlib.contextmanager
+def naming_absent(group: dist.ProcessGroup, deed: str) -> Iterator[None]:
+    """A context for waits: if a collective fails in it, the error names the ranks that lack it.
+
+    Args:
+        group: Group of the collective.
+        deed: What ranks that don't lack it have done, as in ``absent_from``.
+
+    Raises:
+        DistBackendError: Instead of a ``RuntimeError``, if ranks lack the collective.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if absent := absent_from(group, deed):
+            raise dist.DistBackendError(f"{absent}: {error}") from error
+        raise
+
+
+def absent_from(group: dist.ProcessGroup, deed: str) -> str:
+    """Returns which ranks have not made a call that has failed on this one, or nothing.
+
+    The ranks on which it has failed tell each other so, for ``GRACE``. A call that succeeds costs
+    nothing.
+
+    Args:
+        group: Group of the call.
+        deed: What a rank that has called has done, such as "called all_reduce in step 3". It has
+            the call's number.
+    """
+    try:
+        store, rank = group.get_group_store(), group.rank()
+        # A store may outlive a group, and the later one may fail in the same call.
+        attached = PrefixStore("powersgd/attach", store).add(f"calls/{rank}", 0)
+        call = CollectiveCall(
+            PrefixStore(f"powersgd/failed/{deed}/{attached}", store),
+            rank,
+            global_ranks(group),
+            deed,
+            GRACE,
+            explain=CollectiveCall._without,
+        )
+        call.agree({}, lambda everyone: "")
+    except ValueError as absent:
+        return str(absent)
+    except RuntimeError:  # The process that hosts the store has ended.
+        pass
+    return ""
 
 
 def equality_of(things: str) -> Compare:

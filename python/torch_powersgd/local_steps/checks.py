@@ -20,7 +20,10 @@ from torch.optim import Optimizer
 from torch_powersgd import fsdp
 from torch_powersgd._core import _C
 from torch_powersgd.attach_checks import first_difference
+from torch_powersgd.ddp import in_local_steps
 from torch_powersgd.group_backends import next_call_on
+from torch_powersgd.local_steps import averaging
+from torch_powersgd.local_steps.averaging import known_ranks, same_processes
 from torch_powersgd.local_steps.fragment import Tensors, reshard
 from torch_powersgd.local_steps.running import takes_local_steps
 from torch_powersgd.option_values import dtype_name, is_bool, shown
@@ -74,7 +77,6 @@ class Found:
 
     group: dist.ProcessGroup
     model: torch.nn.Module  # inside of DDP
-    ddp: DistributedDataParallel | None  # what would average gradients over the group
     parts: list[Tensors]
     buffers: list[str]  # those to average
     shared: Tensors  # all that must be equal at the start
@@ -148,7 +150,7 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
     if takes_local_steps(arguments.optimizer):
         raise ValueError("this optimizer already takes local steps: call detach() on them first")
     schedule.check()
-    ddp = _averages_over(model, group)
+    _check_averages(model, group)
     module = model.module if isinstance(model, DistributedDataParallel) else model
     reshard(module)
     _check_not_split(module, arguments.optimizer, group)
@@ -166,53 +168,39 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
     return Found(
         group,
         module,
-        ddp,
         split(trained, schedule.fragments),
         floating if arguments.average_buffers else [],
         {name: shard_of(tensor.detach()) for name, tensor in (everything | buffers).items()},
     )
 
 
-def _averages_over(
-    model: torch.nn.Module, group: dist.ProcessGroup
-) -> DistributedDataParallel | None:
-    """Returns the module if it is DDP and averages gradients over the group in every step.
-
-    A module with a hook, such as torch's post_localSGD_hook, averages what the hook says.
-    """
-    if isinstance(model, FSDPModule) and _same_processes(fsdp.own_replicas(model), group):
-        raise ValueError(
-            "FSDP2 averages gradients over the replicas in this module's mesh at every step. For "
-            'local steps, call fully_shard with the mesh of the shards alone (mesh["shard"])'
-        )
+def _check_averages(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Raises a ValueError if the model averages gradients in a way that can't be stopped."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and same_processes(fsdp.own_replicas(module), group):
+            raise ValueError(
+                "FSDP2 averages gradients over the replicas in this module's mesh at every step. "
+                "For local steps, call fully_shard with the mesh of the shards alone "
+                '(mesh["shard"])'
+            )
     if not isinstance(model, DistributedDataParallel):
-        return None
-    if _C.is_attached(model.reducer):
+        return
+    if model not in in_local_steps and _C.is_attached(model.reducer):
         raise ValueError(
             "this module is attached, but local steps do their own compression: leave attach out, "
             "or call detach() first"
         )
-    averages = _same_processes(model.process_group, group) and not model._comm_hooks
-    return model if averages else None
-
-
-def _same_processes(one: dist.ProcessGroup | None, other: dist.ProcessGroup) -> bool:
-    known = _known_ranks()
-    return one is other or (one in known and known[one] == known.get(other))
-
-
-def _known_ranks() -> dict[Any, dict[int, int]]:
-    """The global ranks of the groups that torch knows."""
-    return dist.distributed_c10d._world.pg_group_ranks
+    if same_processes(model.process_group, group):
+        averaging.check(model)
 
 
 def _check_not_split(
     model: torch.nn.Module, optimizer: Optimizer, group: dist.ProcessGroup
 ) -> None:
     """Raises a ValueError if processes of the group hold different parts of the model."""
-    others = _known_ranks().get(group, {}).keys() - {dist.get_rank()}
+    others = known_ranks().get(group, {}).keys() - {dist.get_rank()}
     for what, over in _splits(model, optimizer):
-        if others & _known_ranks().get(over, {}).keys():
+        if others & known_ranks().get(over, {}).keys():
             raise ValueError(
                 f"{what} is split over processes of this group, but each must be able to train on "
                 "its own: pass as group one process of each replica"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd.attach import compress
 from torch_powersgd.options import Options
+from torch_powersgd.scope import scope
 from torch_powersgd.targets import NamedTensors, shard_of
 
 Tensors = dict[str, torch.Tensor]
@@ -85,10 +86,15 @@ class Fragment:
         self._work = self.compression.all_reduce(self._changes)
         return not_finite
 
+    def wait(self) -> None:
+        """Waits for the means of the round in flight, if there is one."""
+        if self._work is not None:
+            self._work.wait()
+
     @torch.inference_mode(False)  # An outer optimizer keeps what it makes of the means.
     @torch.no_grad()
     def finish(self, update: Callable[[Fragment, Tensors], None]) -> str:
-        """Waits for the means, and moves the anchors and the parameters.
+        """Moves the anchors and the parameters by the means.
 
         A parameter whose mean is not finite goes back to its anchor, as if there had been no round.
 
@@ -98,8 +104,7 @@ class Fragment:
         Returns:
             The name of a parameter whose mean is not finite, or nothing.
         """
-        assert self._work is not None
-        self._work.wait()
+        self.wait()
         self._work, means = None, self._changes
         begun_at, self._begun_at, self._changes = self._begun_at, {}, {}
         finite = _finite(means)
@@ -109,6 +114,11 @@ class Fragment:
             overlapped = finite[name] and name in begun_at
             parameter.copy_(anchor + (parameter - begun_at[name]) if overlapped else anchor)
         return _first_of(finite)
+
+    def discard(self) -> None:
+        """Ends a round in flight, and changes nothing."""
+        self.wait()
+        self._work, self._begun_at, self._changes = None, {}, {}
 
     def subtract(self, means: Tensors) -> None:
         """Moves the anchors to the mean of the processes' parameters."""
@@ -123,18 +133,36 @@ class Fragment:
 
 
 @torch.no_grad()
-def average_exactly(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
-    """Averages tensors in place, except numbers whose mean is not finite. Returns the bytes."""
+def average_exactly(tensors: Tensors, group: dist.ProcessGroup) -> tuple[int, list[str]]:
+    """Averages tensors in place, each number over the processes where it is finite.
+
+    Returns:
+        The bytes sent, and the names of the tensors that had numbers here that are not finite, and
+        got those of other processes.
+    """
     if not tensors:
-        return 0
-    flat = torch.cat([at_least_float32(tensor).reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    flat /= group.size()
-    means = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, mean in zip(tensors, means, strict=True):
-        mean = mean.view_as(tensor)
-        tensor.copy_(torch.where(mean.isfinite(), mean, tensor))
-    return flat.nbytes
+        return 0, []
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    flat = torch.cat([at_least_float32(tensor).reshape(-1) for tensor in tensors.values()])
+    finite = flat.isfinite()
+    sums = torch.cat([flat.where(finite, 0), finite.logical_not().any().to(flat.dtype).view(1)])
+    counts: torch.Tensor | int = group.size()
+    sent = sums.nbytes
+    with scope("never"):
+        dist.all_reduce(sums, group=group)
+        if sums[-1] > 0:
+            counts = finite.to(flat.dtype)
+            dist.all_reduce(counts, group=group)
+            sent += counts.nbytes
+    means = sums[:-1] / counts
+    averaged = means.isfinite()
+    parts = [part.split(sizes) for part in (means, averaged, averaged & ~finite)]
+    mended = []
+    for (name, tensor), mean, takes, mends in zip(tensors.items(), *parts, strict=True):
+        tensor.copy_(torch.where(takes.view_as(tensor), mean.view_as(tensor), tensor))
+        if mends.any():
+            mended.append(name)
+    return sent, mended
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from torch_powersgd import checksum
 from torch_powersgd.checkpoint import Loaded
+from torch_powersgd.checkpoint_checks import LARGEST_STEP
 from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps.fragment import Fragment
 from torch_powersgd.option_values import shown
@@ -69,6 +71,7 @@ def load(
     next_call_on(group, function).agree(mine, equality_of(f"the states that {function} loads"))
     parts = zip(fragments, state["fragments"].values(), loaded, strict=True)
     for fragment, saved, compression in parts:
+        fragment.discard()  # Its mean would move parameters that may have been loaded already.
         compression.into(fragment.compression._reducer.states)
         with torch.no_grad():
             for name, anchor in fragment.anchors.items():
@@ -87,57 +90,92 @@ def _check(now: Progress, fragments: Sequence[Fragment], state: Any) -> list[Loa
             f"{shown(sorted(map(str, state))[:5])}"
         )
     for field, wanted in (("version", VERSION), ("kind", now.kind)):
-        _require(state.get(field) == wanted, field, repr(wanted), state.get(field))
+        value = state.get(field)
+        _require(type(value) is type(wanted) and value == wanted, field, repr(wanted), value)
     for field in ("step", "rounds"):
         value = state.get(field)
-        _require(type(value) is int and value >= 0, field, "an integer >= 0", value)
-    outer = _outline(state.get("outer_optimizer"))
-    fits = outer == _outline(now.outer_optimizer)
-    _require(fits, "outer_optimizer", "that of the same kind of optimizer and parameters", outer)
+        fits = type(value) is int and 0 <= value <= LARGEST_STEP
+        _require(fits, field, "an integer from 0 to 2**62", value)
+    _check_outer(now.outer_optimizer, state.get("outer_optimizer"))
     saved = state.get("fragments")
     names = [str(i) for i in range(len(fragments))]
     fits = isinstance(saved, dict) and list(saved) == names
     _require(fits, "fragments", f"a dict of {len(names)} entries", saved)
     loaded = []
-    for fragment, part in zip(fragments, saved.values(), strict=True):
-        _check_anchors(fragment.anchors, part["anchors"])
+    for fragment, (name, part) in zip(fragments, saved.items(), strict=True):
+        fits = isinstance(part, dict) and {"anchors", "compression"} <= part.keys()
+        _require(fits, f"fragment {name}", "a dict of anchors and compression", part)
+        _check_form("anchors", fragment.anchors, part["anchors"])
         loaded.append(fragment.compression._read(part["compression"]))
     kinds = {compression.mean is None for compression in loaded}
     _require(len(kinds) == 1, "per_rank", "the same in all fragments", kinds)
     return loaded
 
 
-def _check_anchors(anchors: dict[str, torch.Tensor], saved: Any) -> None:
-    fits = isinstance(saved, dict) and saved.keys() == anchors.keys()
-    _require(fits, "anchors", "those of the model's parameters", saved)
-    for name, anchor in anchors.items():
-        found = saved[name]
-        fits = (
-            isinstance(found, torch.Tensor)
-            and found.shape == anchor.shape
-            and found.dtype == anchor.dtype
-            and bool(shard_of(found).isfinite().all())
-        )
-        _require(fits, f"anchor {name!r}", f"finite, {anchor.dtype} {list(anchor.shape)}", found)
+def _check_outer(now: dict[str, Any] | None, saved: Any) -> None:
+    field = "outer_optimizer"
+    if now is None:
+        _require(saved is None, field, "None", saved)
+        return
+    fits = isinstance(saved, dict) and {"param_groups", "state", "moved"} <= saved.keys()
+    _require(fits, field, "that of the same kind of optimizer and parameters", saved)
+    _check_form(f"{field}['state']", now["state"], saved["state"])
+    moved = saved["moved"]
+    fits = isinstance(moved, list) and all(type(i) is int and i in now["state"] for i in moved)
+    _require(fits, f"{field}['moved']", "a list of the numbers of parameters", moved)
+    groups, count = saved["param_groups"], len(now["param_groups"])
+    fits = isinstance(groups, list) and len(groups) == count
+    _require(fits, f"{field}['param_groups']", f"a list of {count} dicts", groups)
+    for i, (group, found) in enumerate(zip(now["param_groups"], groups, strict=True)):
+        place = f"{field}['param_groups'][{i}]"
+        _require(isinstance(found, dict) and "params" in found, place, "a dict with params", found)
+        shared = [key for key in group if key in found]  # A scheduler adds keys.
+        _check_form(place, {k: group[k] for k in shared}, {k: found[k] for k in shared})
 
 
-def _outline(outer: Any) -> Any:
-    """Returns what two states of an outer optimizer must share, or None if it is no such state."""
-    if not isinstance(outer, dict) or not {"param_groups", "state", "moved"} <= outer.keys():
-        return None
-    shapes = {
-        number: {field: getattr(value, "shape", None) for field, value in entry.items()}
-        for number, entry in outer["state"].items()
-    }
-    return [group["params"] for group in outer["param_groups"]], shapes
+def _check_form(place: str, now: Any, saved: Any) -> None:
+    """Raises a ValueError unless a saved value is finite, and of the present one's form."""
+    if isinstance(now, dict):
+        fits = isinstance(saved, dict) and saved.keys() == now.keys()
+        _require(fits, place, f"a dict of {shown([*now])}", saved)
+        for key, value in now.items():
+            _check_form(f"{place}[{key!r}]", value, saved[key])
+    elif isinstance(now, (list, tuple)):
+        fits = isinstance(saved, (list, tuple)) and len(saved) == len(now)
+        _require(fits, place, f"a list of {len(now)} items", saved)
+        for i, (value, found) in enumerate(zip(now, saved, strict=True)):
+            _check_form(f"{place}[{i}]", value, found)
+    elif isinstance(now, torch.Tensor):
+        wanted = f"a finite dense tensor, {now.dtype} {list(now.shape)}"
+        _require(_is_like(now, saved), place, wanted, saved)
+    elif isinstance(now, (int, float)) and not isinstance(now, bool):
+        fits = type(saved) in (int, float) and abs(saved) <= sys.float_info.max
+        _require(fits, place, "a finite number", saved)
+    elif now is not None:
+        _require(type(saved) is type(now), place, f"of type {type(now).__name__}", saved)
+
+
+def _is_like(now: torch.Tensor, saved: Any) -> bool:
+    plain = type(saved) in (torch.Tensor, torch.nn.Parameter, type(now))
+    if not plain or saved.is_nested or saved.layout != torch.strided:
+        return False
+    same = (saved.shape, saved.dtype, saved.is_meta) == (now.shape, now.dtype, False)
+    part = shard_of(saved.detach())
+    # An expanded tensor's elements are not all in memory.
+    return same and part.untyped_storage().nbytes() >= part.nbytes and bool(part.isfinite().all())
 
 
 def _content(state: dict[str, Any]) -> int:
-    """Returns a checksum of the tensors that must be equal on all processes."""
-    parts = [part["anchors"] for part in state["fragments"].values()]
-    total = 0
-    for part in (*parts, *(state.get("outer_optimizer") or {"state": {}})["state"].values()):
-        for name, value in part.items():
+    """Returns a checksum of what must be equal on all processes, which has been checked."""
+    outer = state.get("outer_optimizer") or {"state": {}, "param_groups": []}
+    groups = [
+        {key: value for key, value in group.items() if not isinstance(value, torch.Tensor)}
+        for group in outer["param_groups"]
+    ]
+    total = zlib.crc32(repr(groups).encode())
+    anchors = [part["anchors"] for part in state["fragments"].values()]
+    for entry in (*anchors, *outer["state"].values()):
+        for name, value in entry.items():
             total = zlib.crc32(name.encode(), total)
             if isinstance(value, torch.Tensor):
                 total = checksum.of_tensor(shard_of(value), total)

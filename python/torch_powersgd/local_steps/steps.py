@@ -4,26 +4,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_powersgd import grad_scaler, log
 from torch_powersgd.checkpoint import PerRank
-from torch_powersgd.ddp import in_local_steps
 from torch_powersgd.group_backends import next_call_on
-from torch_powersgd.local_steps import checks, running, state, summary
+from torch_powersgd.local_steps import averaging, checks, running, state, summary
 from torch_powersgd.local_steps.checks import Arguments, Schedule
-from torch_powersgd.local_steps.fragment import Fragment, Tensors, average_exactly, reshard
+from torch_powersgd.local_steps.fragment import (
+    Fragment,
+    Tensors,
+    at_least_float32,
+    average_exactly,
+    reshard,
+)
 from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.options import Options
 from torch_powersgd.reduction_checks import parameters_of
 from torch_powersgd.stats import ratio
+from torch_powersgd.store_agreement import equality_of, naming_absent
 
 _BROADCAST_BYTES = 250 << 20  # as DDP's
 _ALLOWED = 20  # steps that don't count: optimizers that share a model take turns
@@ -55,8 +62,9 @@ class LocalSGD(Stateful):
 
     Args:
         model: Module whose trainable parameters are averaged. DDP over the processes of ``group``
-            counts as the module inside it. DDP over other processes, or FSDP2, keeps averaging
-            gradients in every step, within a host or a replica.
+            counts as the module inside it, and averages nothing until the end. DDP over other
+            processes, or FSDP2, keeps averaging gradients in every step, within a host or a
+            replica.
         optimizer: Optimizer whose steps are counted.
         sync_every: Number of steps from one round of a parameter to its next.
         options: As in ``attach``. A step of the options is a round. Unless you set
@@ -68,7 +76,8 @@ class LocalSGD(Stateful):
             less than ``sync_every``. The round keeps what they have changed.
         warmup_steps: Number of steps at the start that each end with a round of all parameters.
         average_buffers: Whether rounds also average persistent floating-point buffers, such as the
-            statistics of batch normalization. They are sent whole.
+            statistics of batch normalization. They are sent whole, and numbers that aren't finite
+            are left out of the mean.
         group: Group to average over, with a powersgd backend for the parameters' device. None is
             the default group. If DDP or FSDP2 works inside, it has one process of each replica.
         scaler: ``GradScaler`` of the training. The steps that it skips then count as well.
@@ -102,7 +111,7 @@ class LocalSGD(Stateful):
         )
         found = checks.agree(type(self).__name__, arguments)
         self.group = found.group
-        self._model, self._ddp = found.model, found.ddp
+        self._model = found.model
         self._buffer_names = frozenset(found.buffers)
         shared = [*found.shared.values()]
         dist._broadcast_coalesced(self.group, shared, _BROADCAST_BYTES, 0)
@@ -111,21 +120,22 @@ class LocalSGD(Stateful):
         self._step = self._rounds = 0  # since the start of training
         self._taken = self._dropped = 0  # by this object
         self._buffer_bytes = 0  # sent so far
-        self._heard = False  # whether the optimizer's hook ran since the scaler's last step
+        self._round_buffer_bytes = 0  # of these, with compressed rounds
+        self._heard = False  # whether the optimizer's hook ran in the scaler's step
         self._moved = False  # whether a step was taken since ``sync``
         self._ended = False
         self._last_stats: dict[str, Any] = {}  # once it has ended
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = False  # as in DDP's no_sync()
-            in_local_steps.add(self._ddp)
-        self._hook = optimizer.register_step_post_hook(self._after_step)
         self._trained = {id(p) for part in found.parts for p in part.values()}
+        self._wrappers: set[DistributedDataParallel] = set()  # which average nothing
+        self._stop_averaging()
+        self._hook = optimizer.register_step_post_hook(self._after_step)
         self._uncounted = 0  # steps of other optimizers since the last that counts
         running.begin(self)
         if scaler is not None:
-            grad_scaler.call_after_step(scaler, grad_scaler.weakly(self._after_scaler))
+            grad_scaler.around_step(scaler, self._around_scaler)
         if self.group.rank() == 0:
-            log.notice(summary.announcement(*self._described, self._fragments))
+            buffer_bytes = sum(at_least_float32(buffer).nbytes for buffer in self._buffers.values())
+            log.notice(summary.announcement(*self._described, self._fragments, buffer_bytes))
 
     def sync(self, exact: bool = False) -> None:
         """Runs a round of all fragments now. Collective.
@@ -136,7 +146,16 @@ class LocalSGD(Stateful):
         Args:
             exact: Whether to set the parameters to their exact mean over the processes: the changes
                 are sent whole, and an outer optimizer isn't used.
+
+        Raises:
+            ValueError: On every process, if one doesn't call it, or they have begun different
+                rounds or pass a different ``exact``.
         """
+        self._check_running()
+        self._agree("sync", {"exact": exact})
+        self._sync(exact)
+
+    def _sync(self, exact: bool) -> None:
         self._finish_all()
         with contextlib.ExitStack() as paused:
             if exact:
@@ -144,7 +163,7 @@ class LocalSGD(Stateful):
                     paused.enter_context(fragment.compression.paused())
             self._begin(self._fragments)
             self._finish_all(averages=exact)
-        self._average_buffers()
+        self._average_buffers(compressed=not exact)
         self._moved = False
 
     def step_skipped(self) -> None:
@@ -180,7 +199,8 @@ class LocalSGD(Stateful):
             "bytes_before": before,
             "bytes_after": after,
             "ratio": ratio(before, after),
-            "round_ratio": self.schedule.sync_every * ratio(whole, packed),
+            "round_ratio": self.schedule.sync_every
+            * ratio(whole, packed + self._round_buffer_bytes),
         }
 
     @torch.inference_mode(False)
@@ -212,7 +232,6 @@ class LocalSGD(Stateful):
                 fit.
         """
         self._check_running()
-        self._finish_all()
         reshard(self._model)
         found = state.load(self._progress, self.group, self._fragments, state_dict)
         self._step, self._rounds, self._moved = found.step, found.rounds, True
@@ -238,10 +257,8 @@ class LocalSGD(Stateful):
         Each process keeps its own optimizer state, such as AdamW's moments, with which DDP's
         replicas would drift apart: to continue with DDP, create a new optimizer.
         """
-        call = next_call_on(self.group, f"{type(self).__name__}.detach")
-        mine = {"moved": self._moved}
-        if call.agree(mine, lambda _: "", lambda everyone: any(of["moved"] for of in everyone)):
-            self.sync(exact=True)
+        if any(self._agree("detach", {}, self._moved)):
+            self._sync(exact=True)
         self._last_stats = self.stats()
         self._end()
         for fragment in self._fragments:
@@ -250,16 +267,32 @@ class LocalSGD(Stateful):
     def _check_running(self) -> None:
         if self._ended:
             raise ValueError(
-                f"{type(self).__name__} has ended: save or load its state before that, inside the "
-                "block"
+                f"{type(self).__name__} has ended: sync it, or save or load its state, before "
+                "that, inside the block"
             )
+
+    def _agree(self, method: str, mine: dict[str, Any], own: Any = None) -> list[Any]:
+        """Waits until all processes make the same call after the same rounds. Collective.
+
+        Returns:
+            Their values of ``own``, which may differ.
+        """
+        function = f"{type(self).__name__}.{method}"
+        begun = self._rounds + sum(fragment.in_flight for fragment in self._fragments)
+        same = equality_of(f"the calls of {function}")
+        given = {"call": {**mine, "number of rounds begun": begun}, "own": own}
+        found: list[Any] = next_call_on(self.group, function).agree(
+            given,
+            lambda everyone: same([of["call"] for of in everyone]),
+            lambda everyone: [of["own"] for of in everyone],
+        )
+        return found
 
     def _end(self) -> None:
         running.end(self)
         self._hook.remove()
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = True
-            in_local_steps.discard(self._ddp)
+        for ddp in self._wrappers:
+            averaging.go_on(ddp)
         self._ended = True
 
     def __enter__(self) -> Self:
@@ -337,8 +370,10 @@ class LocalSGD(Stateful):
         self._step += 1
         self._taken += 1
         self._moved = True
+        if self._taken == 1:
+            self._stop_averaging()
         if self._step <= self.schedule.warmup_steps:
-            self.sync()
+            self._sync(exact=False)
             return
         begins, ends = self.schedule.due(self._step)
         if begins is not None:
@@ -348,11 +383,31 @@ class LocalSGD(Stateful):
             if ends + 1 == len(self._fragments):
                 self._average_buffers()
 
-    def _average_buffers(self) -> None:
+    def _stop_averaging(self) -> None:
+        """Stops every DDP around the model. It may have been created after this object."""
+        self._wrappers.update(averaging.wrappers_of(self._trained, self.group))
+        for ddp in self._wrappers:
+            averaging.stop(ddp)
+
+    @property
+    def _buffers(self) -> Tensors:
         # By name, because a module may replace a buffer.
         named = self._model.named_buffers()
-        buffers = [buffer for name, buffer in named if name in self._buffer_names]
-        self._buffer_bytes += average_exactly(buffers, self.group)
+        return {name: buffer for name, buffer in named if name in self._buffer_names}
+
+    def _average_buffers(self, compressed: bool = True) -> None:
+        """Averages the buffers with the last fragment of a round, ``compressed`` or exact."""
+        deed = f"averaged the buffers of {type(self).__name__} after round {self._rounds}"
+        with naming_absent(self.group, deed):
+            sent, mended = average_exactly(self._buffers, self.group)
+        self._buffer_bytes += sent
+        if compressed and self._step > self.schedule.warmup_steps:
+            self._round_buffer_bytes += sent
+        if mended:
+            log.warning(
+                f"{mended[0]!r} is not finite on rank {self.group.rank()}: it gets the mean of the "
+                "ranks where it is"
+            )
 
     def _begin(self, fragments: Sequence[Fragment], overlaps: bool = False) -> None:
         reshard(self._model)
@@ -379,6 +434,8 @@ class LocalSGD(Stateful):
         if not fragment.in_flight:
             return
         reshard(self._model)
+        with naming_absent(self.group, f"begun round {self._rounds + 1} of {type(self).__name__}"):
+            fragment.wait()
         averages = averages or self._step <= self.schedule.warmup_steps
         if fragment.finish(Fragment.subtract if averages else self._move):
             self._dropped += 1
@@ -388,8 +445,12 @@ class LocalSGD(Stateful):
         for fragment in self._fragments:
             self._finish(fragment, averages)
 
-    def _after_scaler(self, optimizer: Optimizer) -> None:
-        """Counts a step that the scaler has skipped, in which most optimizers' hooks don't run."""
-        if optimizer is self.optimizer and not self._heard:
-            self._count_step()
+    def _around_scaler(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Counts a step that the scaler skips, in which most optimizers' hooks don't run."""
         self._heard = False
+
+        def count_skipped() -> None:
+            if optimizer is self.optimizer and not self._heard:
+                self._count_step()
+
+        return count_skipped

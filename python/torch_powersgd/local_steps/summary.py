@@ -12,13 +12,15 @@ from torch_powersgd.stats import ratio
 from torch_powersgd.units import size_text, times_text
 
 
-def announcement(name: str, size: int, schedule: Schedule, fragments: Sequence[Fragment]) -> str:
+def announcement(
+    name: str, size: int, schedule: Schedule, fragments: Sequence[Fragment], buffer_bytes: int
+) -> str:
     """Returns what compressed rounds of ``size`` processes send."""
     if size == 1:
         return f"{name}: the group has only one process, so there is nothing to send"
     every = schedule.sync_every
     before = every * sum(fragment.gradient_bytes for fragment in fragments)
-    after = sum(fragment.round_bytes for fragment in fragments)
+    after = sum(fragment.round_bytes for fragment in fragments) + buffer_bytes
     return (
         f"{name}: {every} steps send {size_text(after)} instead of {size_text(before)} "
         f"({times_text(ratio(before, after))} fewer)"

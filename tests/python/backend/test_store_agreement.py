@@ -7,7 +7,9 @@ import contextlib
 import io
 import os
 import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
-from support import ranks
+from support import launch, ranks
 from support.groups import world
 from support.on_ranks import on_ranks
 from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relative_error, step
@@ -125,9 +127,77 @@ def _other_backend(rank: int, backends: list[str]) -> str:
 def test_a_rank_that_starts_another_backend_is_named() -> None:
     backends = ["cpu:powersgd", "cpu:powersgd", "cpu:gloo"]
     outcomes = ranks.outcomes(3, _other_backend, backends, backend=None, timeout=30)
+    for outcome in outcomes[:2]:
+        assert "rank 2 created a gloo process group instead of a powersgd one" in outcome.value
+
+
+def _ends_after_its_error(rank: int, port: int, folder: Path, patience: float) -> None:
+    """Rank 0 hosts the store. The others are slow to read what it has found."""
+    launch.enter(rank, 3, port)
+    store_agreement.PATIENCE = timedelta(seconds=patience)
+    wait = store_agreement.CollectiveCall._wait
+
+    def wait_slowly(call: store_agreement.CollectiveCall, keys: list[str]) -> str:
+        found = wait(call, keys)
+        time.sleep(1)
+        return found
+
+    if rank > 0:
+        store_agreement.CollectiveCall._wait = wait_slowly  # type: ignore[assignment,method-assign]
+    try:
+        dist.init_process_group("cpu:powersgd", pg_options={"random_seed": rank // 2})
+    except Exception as error:
+        (folder / str(rank)).write_text(str(error))
+    os._exit(0)
+
+
+def test_all_ranks_hear_of_an_error_before_the_host_of_the_store_ends(tmp_path: Path) -> None:
+    ranks.outcomes(3, _ends_after_its_error, launch.free_port(), tmp_path, 30.0, backend=None)
+    messages = [(tmp_path / str(rank)).read_text() for rank in range(3)]
+    assert "random_seed is 0 on rank 0 and 1 on rank 2" in messages[0]
+    assert messages == messages[:1] * 3
+
+
+def _calls_late(rank: int, port: int, folder: Path) -> None:
+    """Rank 0 hosts the store, and gives up first. Rank 2 does not call."""
+    launch.enter(rank, 3, port)
+    store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0)
+    if rank == 1:
+        store.wait(["rank 0 waits"])
+    if rank < 2:
+        seconds = timedelta(seconds=2 + 60 * rank)
+        call = store_agreement.CollectiveCall(store, rank, range(3), "called attach", seconds)
+        store.set(f"rank {rank} waits", "")
+        with pytest.raises(ValueError, match="attach") as raised:
+            call.agree({}, lambda everyone: "")
+        (folder / str(rank)).write_text(str(raised.value))
+    else:
+        store.wait(["rank 1 waits"])
+    os._exit(0)
+
+
+def test_all_ranks_hear_of_an_absent_rank_before_the_host_of_the_store_ends(tmp_path: Path) -> None:
+    ranks.outcomes(3, _calls_late, launch.free_port(), tmp_path, backend=None)
     for rank in (0, 1):
-        message = outcomes[rank].value
-        assert f"rank 2 created a gloo process group and rank {rank} a powersgd one" in message
+        message = (tmp_path / str(rank)).read_text()
+        assert message == "rank 2 has not called attach within 2 seconds; all ranks must do so"
+
+
+@on_ranks(3)
+def test_ranks_without_a_call_that_fails_are_named(rank: int) -> None:
+    """The call fails on two ranks, and later on all of them."""
+    store_agreement.GRACE = timedelta(seconds=2)
+    for absent in (1, 0):
+        if rank != absent:
+            deed = f"called all_reduce without {absent}"
+            found = store_agreement.absent_from(world(), deed)
+            assert found == f"rank {absent} has not {deed}"
+    store_agreement.GRACE = timedelta(seconds=OP_TIMEOUT)
+    with (
+        pytest.raises(RuntimeError, match="^closed$"),
+        store_agreement.naming_absent(world(), "called all_reduce with all ranks"),
+    ):
+        raise RuntimeError("closed")
 
 
 @pytest.mark.parametrize(

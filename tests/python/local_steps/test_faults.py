@@ -3,25 +3,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
 import re
+import sys
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support import ranks
+from support.groups import world
 from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.paired_training import same
-from support.synthetic import gradient
+from support.synthetic import gradient, relative_error
+from torch_powersgd import grad_scaler, store_agreement
 from torch_powersgd.local_steps import running
+from torch_powersgd.units import size_text
 
 EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}
@@ -67,6 +75,40 @@ def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool
     del steps
     gc.collect()
     assert fragment() is None  # although the scaler lives
+
+
+@on_ranks(2)
+def test_a_scaler_counts_what_it_skips_after_a_step_without_it(rank: int) -> None:
+    model = _net()
+    optimizer, scaler = _sgd(model), torch.amp.GradScaler("cpu", init_scale=8.0)
+    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0, scaler=scaler)
+    for i in range(EVERY):
+        _backward(model, rank, i, float(scaler.scale(torch.ones(()))))
+        if i % 2 == 0:  # on all ranks
+            optimizer.step()
+            continue
+        if rank == 1:
+            list(model.parameters())[0].grad.fill_(torch.inf)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+    assert steps.stats()["steps"] == EVERY
+    assert models_agree(model)
+
+
+@on_ranks(1)
+def test_one_scaler_serves_any_number_of_trainings(rank: int) -> None:
+    """It forgets those that have ended. Each wrapper of its own would take a frame of the stack."""
+    model, scaler = _net(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    ddp = DistributedDataParallel(_net())
+    optimizer, of_ddp = _sgd(model), _sgd(ddp)
+    for _ in range(sys.getrecursionlimit() // 2):
+        tp.LocalSGD(model, optimizer, EVERY, scaler=scaler).detach()
+        tp.attach(ddp, scaler=scaler).detach()
+    gc.collect()
+    for module, stepped in ((model, optimizer), (ddp, of_ddp)):
+        _backward(module, rank, 0, float(scaler.scale(outputs=torch.ones(()))))
+        scaler.step(stepped)
+    assert all(not kept.step for kept in [grad_scaler._wrapped[scaler]])
 
 
 @on_ranks(2)
@@ -116,6 +158,111 @@ def test_a_round_that_is_not_finite_might_as_well_not_have_been(rank: int, delay
             one_round(model, optimizer, number)
     assert same(models[0].parameters(), models[1].parameters())
     assert other.stats()["dropped_rounds"] == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("a round", "rank 1 has not begun round 1 of LocalSGD"),
+        ("sync", "rank 1 has not called LocalSGD.sync"),
+        ("detach", "rank 1 has not called LocalSGD.detach"),
+        ("state_dict", "rank 1 has not called state_dict"),
+        ("buffers", "rank 1 has not averaged the buffers of LocalSGD after round 0"),
+    ],
+)
+@on_ranks(2)
+def test_a_rank_that_is_absent_is_named(rank: int, call: str, message: str) -> None:
+    """Instead of a bare time-out of Gloo."""
+    store_agreement.PATIENCE = store_agreement.GRACE = timedelta(seconds=0.5)
+    model = nn.Sequential(_net(), nn.BatchNorm1d(24))
+    optimizer, store = _sgd(model), ranks.side_store()
+    steps = tp.LocalSGD(model, optimizer, 1, OPTIONS, warmup_steps=0)
+    if rank == 0:
+        world().set_timeout(timedelta(seconds=1))
+        _backward(model, rank, 0)
+        calls: dict[str, Callable[[], Any]] = {
+            "a round": optimizer.step,
+            "buffers": steps._average_buffers,
+        }
+        with pytest.raises((ValueError, dist.DistBackendError), match=message):
+            (calls.get(call) or getattr(steps, call))()
+        store.set("done", "1")
+    store.wait(["done"])
+
+
+@on_ranks(2)
+def test_ranks_that_sync_in_different_ways_are_told(rank: int) -> None:
+    model = _net()
+    optimizer = _sgd(model)
+    steps = tp.LocalSGD(
+        model, optimizer, EVERY, OPTIONS, warmup_steps=0, fragment_sync_delay=EVERY - 1
+    )
+    with pytest.raises(ValueError, match="LocalSGD.sync must be the same .*exact is False on rank"):
+        steps.sync(exact=rank == 1)
+    if rank == 1:
+        steps.step_skipped()  # begins a round that rank 0 has not begun
+    with pytest.raises(ValueError, match="number of rounds begun is 0 on rank 0 and 1 on rank 1"):
+        steps.sync()
+    if rank == 0:
+        steps.step_skipped()
+    steps.sync()
+
+
+@on_ranks(2)
+def test_uneven_inputs_of_ddp_are_refused(rank: int) -> None:
+    ddp = DistributedDataParallel(_net())
+    optimizer = _sgd(ddp)
+    refused = pytest.raises(ValueError, match="join.. does not work with local steps")
+    with tp.LocalSGD(ddp, optimizer, EVERY, OPTIONS), ddp.join(), refused:
+        _backward(ddp, rank, 0)
+
+
+@pytest.mark.parametrize("scope", ["the options'", "a block's"])
+@on_ranks(2)
+def test_buffers_are_averaged_exactly_whatever_the_scope(rank: int, scope: str) -> None:
+    """Also after a NaN on one rank, and with infinity where it means something."""
+    model, records = nn.BatchNorm1d(6000), LogRecords(logging.WARNING)
+    group = dist.new_group(
+        backend="cpu:powersgd",
+        pg_options=tp.Options(scope="always" if scope == "the options'" else "attached"),
+    )
+    model.register_buffer("mask", torch.full((3,), -torch.inf))
+    optimizer = _sgd(model)
+    steps = tp.LocalSGD(model, optimizer, 1, {"scope": "attached"}, warmup_steps=0, group=group)
+    buffers = dict(model.named_buffers())
+    for i in range(15):  # the group's options compress from the eleventh all-reduce on
+        both = [gradient((6000,), "buffer", r, i) for r in range(2)]
+        buffers["running_mean"].copy_(both[rank])
+        if rank == 1:
+            buffers["running_mean"][17] = torch.nan
+        with tp.scope("always") if scope == "a block's" else contextlib.nullcontext():
+            steps.step_skipped()
+        wanted = torch.stack(both).double().mean(0)
+        wanted[17] = both[0][17]
+        # One addition and one division in float32 round by less than one unit of 1e-7.
+        assert relative_error(buffers["running_mean"], wanted) < 2e-7
+        assert torch.equal(buffers["mask"], torch.full((3,), -torch.inf))
+    mended = "'running_mean' is not finite on rank 1: it gets the mean of the ranks where it is"
+    assert len(records.matching(mended)) == 15 * rank
+
+
+@on_ranks(2)
+def test_what_is_announced_is_what_a_round_sends(rank: int) -> None:
+    """Buffers included, which weigh a thousand times more than the factors here."""
+    records = LogRecords(logging.INFO)
+    model = nn.Sequential(nn.BatchNorm1d(24), _net())  # a matrix in each fragment
+    model.register_buffer("table", torch.ones(250_000))
+    optimizer = _sgd(model)
+    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, fragments=2, warmup_steps=1)
+    for _ in range(1 + 3 * EVERY):
+        steps.step_skipped()
+        if steps.stats()["steps"] == 1:
+            before = steps.stats()["bytes_after"]
+    sent = (steps.stats()["bytes_after"] - before) / 3
+    wanted = sum(p.numel() for p in model.parameters()) * 4 * EVERY / sent
+    assert steps.stats()["round_ratio"] == pytest.approx(wanted, rel=1e-4)  # 4 bytes of a flag
+    if rank == 0:
+        assert records.matching(f"4 steps send {re.escape(size_text(round(sent)))} instead of")
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -277,7 +424,7 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     assert same(model.parameters(), before)
     assert not sgd._optimizer_step_post_hooks
     first.detach()
-    _refuses(first.state_dict, "LocalSGD has ended: save or load its state before that")
+    _refuses(first.state_dict, "LocalSGD has ended: sync it, or save or load its state, before")
     tp.LocalSGD(model, taken, 4).detach()
     local = DistributedDataParallel(_net())
     steps = tp.LocalSGD(local, _sgd(local), 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import nn
 
 import torch_powersgd as tp
 from support import ranks
-from support.on_ranks import models_agree, on_ranks
+from support.on_ranks import all_agree, models_agree, on_ranks
 from support.paired_training import same
+from support.state_damage import VALUES, Damage, outcome_of
 from support.synthetic import (
     TOLERANCE,
     from_bytes,
@@ -34,11 +36,11 @@ OPTIONS = {"matrix_approximation_rank": 2}
 class Job:
     """A model that takes local steps, of any rank's data."""
 
-    def __init__(self, outer: bool = False) -> None:
+    def __init__(self, outer: bool = False, **others: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        arguments: dict[str, Any] = {"fragments": 2, "warmup_steps": 0}
+        arguments: dict[str, Any] = {"fragments": 2, "warmup_steps": 0, **others}
         of_outer = torch.optim.SGD(self.model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
         self.steps = (
             tp.DiLoCo(self.model, self.optimizer, of_outer, EVERY, OPTIONS, **arguments)
@@ -182,59 +184,103 @@ def test_any_number_of_ranks_takes_over(after: int) -> None:
     ranks.run(after, _resumed, ranks.run(2, _saved)[0])
 
 
-def _damaged(state: dict[str, Any], how: str) -> Any:
-    part, outer = state["fragments"]["0"], state["outer_optimizer"]
-    name = next(iter(part["anchors"]))
-    if how == "a list":
-        return [state]
-    if how == "no step":
-        del state["step"]
-    elif how == "of LocalSGD":
-        state["kind"] = "LocalSGD"
-    elif how == "another group of the outer optimizer":
-        outer["param_groups"] *= 2
-    elif how == "momentum of another shape":
-        outer["state"][0]["momentum_buffer"] = torch.zeros(3)
-    elif how == "no outer optimizer":
-        del state["outer_optimizer"]
-    elif how == "another number of fragments":
-        del state["fragments"]["1"]
-    elif how == "a missing anchor":
-        del part["anchors"][name]
-    elif how == "an anchor of another shape":
-        part["anchors"][name] = torch.zeros(3)
-    elif how == "an anchor that is not finite":
-        part["anchors"][name][0] = torch.nan
-    else:
-        part["compression"]["step"] = 7
-    return state
+# The keys that lead to each kind of entry in the state of a DiLoCo job. A number is a position.
+PLACES: list[tuple[str | int, ...]] = [
+    (),
+    *((field,) for field in ("version", "kind", "step", "rounds", "outer_optimizer", "fragments")),
+    ("outer_optimizer", "state"),
+    ("outer_optimizer", "state", 0),
+    ("outer_optimizer", "state", 0, "momentum_buffer"),
+    ("outer_optimizer", "moved"),
+    ("outer_optimizer", "param_groups"),
+    ("fragments", 0),
+    ("fragments", 1, "anchors"),
+    ("fragments", 0, "anchors", 0),
+    ("fragments", 1, "compression"),
+    ("fragments", 0, "compression", "parameters", 0, "q"),
+]
 
 
-@pytest.mark.parametrize("by", [1, 2], ids=["damaged on one rank", "on both"])
 @on_ranks(2)
-def test_a_state_that_does_not_fit_changes_nothing(rank: int, by: int) -> None:
+def test_a_damaged_state_is_an_error_on_all_ranks_or_does_no_harm(rank: int) -> None:
+    """Any value in any place, on one rank. A refused state changes nothing."""
     job = Job(outer=True)
     job.train(rank, 0, EVERY)
-    state = job.steps.state_dict()
+    good = to_bytes(job.steps.state_dict())
     job.train(rank, EVERY, EVERY + 2)
-    before = [parameter.detach().clone() for parameter in job.model.parameters()]
-    messages = {
-        "a list": "type of the state of local steps must be a dict, got 'list'",
-        "no step": "step of the state of local steps must be an integer >= 0, got None",
-        "of LocalSGD": "kind of the state of local steps must be 'DiLoCo', got 'LocalSGD'",
-        "another group of the outer optimizer": "outer_optimizer of the state of local steps",
-        "momentum of another shape": "outer_optimizer of the state of local steps",
-        "no outer optimizer": "must be that of the same kind of optimizer and parameters",
-        "another number of fragments": "of the state of local steps must be a dict of 2 entries",
-        "a missing anchor": "must be those of the model's parameters",
-        "an anchor of another shape": "must be finite, torch.float32 [40, 24]",
-        "an anchor that is not finite": "must be finite, torch.float32 [40, 24]",
-        "a damaged residual": "does not match its crc32",
-    }
-    for how, message in messages.items():
-        mine = from_bytes(to_bytes(state))
-        with pytest.raises(ValueError, match=re.escape(message)):
-            job.steps.load_state_dict(_damaged(mine, how) if rank < by else mine)
-        assert same(job.model.parameters(), before)
-    job.steps.load_state_dict(state)
+
+    def everything() -> bytes:
+        return to_bytes([job.model.state_dict(), job.steps.state_dict(per_rank=True)])
+
+    before = everything()
+    for place in PLACES:
+        for value in (*VALUES, *["gone", "renamed"][: 2 * len(place)]):
+            state = Damage(place, value, only=1).apply(from_bytes(good), rank)
+            kind, message = outcome_of(partial(job.steps.load_state_dict, state))
+            assert all_agree((kind, message)), (place, value, kind, message)
+            if kind:
+                where = (place, value, kind, message)
+                assert kind == "ValueError", where
+                assert message.startswith("rank 1: ") or "the same on all ranks" in message, where
+                assert re.search("of local steps|checkpoint|state_dict|on all ranks", message), (
+                    where
+                )
+                assert everything() == before, where
+            else:
+                job.steps.load_state_dict(from_bytes(good))
+                job.train(rank, EVERY, EVERY + 2)
+                before = everything()
+    job.steps.load_state_dict(from_bytes(good))
     assert job.steps.stats()["steps"] == EVERY
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ((), "list", "type of the state of local steps must be a dict, got 'list'"),
+        (("step",), "gone", "step of the state of local steps must be an integer from 0 to"),
+        (("kind",), "text", "kind of the state of local steps must be 'DiLoCo', got 'text'"),
+        (("fragments",), "empty dict", "fragments of the state of local steps must be a dict of 2"),
+        (("fragments", 0), "empty dict", "fragment 0 of the state of local steps must be a dict"),
+        (("fragments", 0, "anchors", 0), "gone", "must be a dict of ['0.weight', '0.bias']"),
+        (
+            ("fragments", 0, "anchors", 0),
+            "NaN inside",
+            "anchors['0.weight'] of the state of local steps must be a finite dense tensor, "
+            "torch.float32 [40, 24]",
+        ),
+        (("fragments", 0, "compression", "step"), "zero", "does not match its crc32"),
+        (("outer_optimizer",), "gone", "must be that of the same kind of optimizer and parameters"),
+        (
+            ("outer_optimizer", "state", 0, "momentum_buffer"),
+            "one row less",
+            "outer_optimizer['state'][0]['momentum_buffer'] of the state of local steps must be",
+        ),
+    ],
+)
+@on_ranks(2)
+def test_what_is_wrong_with_a_state_is_named(
+    rank: int, place: tuple[str | int, ...], value: str, message: str
+) -> None:
+    job = Job(outer=True)
+    job.train(rank, 0, EVERY)
+    state = Damage(place, value).apply(from_bytes(to_bytes(job.steps.state_dict())), rank)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        job.steps.load_state_dict(state)
+
+
+@on_ranks(2)
+def test_a_load_with_a_round_in_flight_is_the_state_that_was_saved(rank: int) -> None:
+    """Rolls back in the documented order: the model, the optimizer, and the steps."""
+    job = Job(fragment_sync_delay=3)
+    job.train(rank, 0, EVERY)
+    saved = job.save()
+    job.train(rank, EVERY, 2 * EVERY + 1)
+    assert any(fragment.in_flight for fragment in job.steps._fragments)
+    job.load(saved)
+    assert same(job.model.state_dict().values(), from_bytes(saved)["model"].values())
+    resumed = Job(fragment_sync_delay=3)
+    resumed.load(saved)
+    for each in (job, resumed):
+        each.train(rank, EVERY, 3 * EVERY)
+    assert same(job.model.parameters(), resumed.model.parameters())
