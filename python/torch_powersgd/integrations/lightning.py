@@ -107,8 +107,20 @@ class PowerSGDStrategy(DDPStrategy):
                 checkpoint = {**checkpoint, KEY: state}
         super().save_checkpoint(checkpoint, *arguments, **named)
 
+    # Lightning validates and tests the models of all processes, and saves that of one.
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._make_equal()
+
     def on_train_end(self) -> None:  # The learning rate finder trains within a training.
         super().on_train_end()
+        self._make_equal()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._make_equal()
+        return super().lightning_module_state_dict()
+
+    def _make_equal(self) -> None:
         if isinstance(self.compression, LocalSGD):
             self.compression.sync(exact=True)
 
