@@ -116,9 +116,10 @@ BucketReducer::Reduction BucketReducer::begin(size_t bucket, at::Tensor& buffer,
 void BucketReducer::warn_of_unknown_parameters() {
   if (session_->rank() != 0 || std::exchange(warned_of_unknown_, true)) return;
   session_->log(LogLevel::kWarning,
-                "FSDP2 reduces only some parameters of a module and does not say which, so they "
-                "are averaged exactly. Call set_reduce_scatter_unused_params(True) to reduce and "
-                "compress all of them, except those that were frozen in attach");
+                "a unit of FSDP2 is averaged exactly, because some of its parameters are unused "
+                "and FSDP2 does not say which, or because they were frozen in attach. Call "
+                "set_reduce_scatter_unused_params(True) to compress unused parameters as well, "
+                "and detach and attach again after you unfreeze parameters");
 }
 
 // A compressor is made in the first pass that has its layout, even if that pass is still exact.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks at each optimizer step that the gradients it applies were averaged over the ranks.
 
-DDP averages nothing if the loss is computed with the module inside it. It never averages a
-parameter that was frozen when it wrapped the module, and stops averaging one that is converted
-later. The ranks then drift apart silently, with any backend.
+DDP averages nothing if the loss is computed with the module inside it, and averages too late for an
+optimizer that steps within the backward pass. It never averages a parameter that was frozen when it
+wrapped the module, and stops averaging one that is converted later. The ranks then drift apart
+silently, with any backend.
 """
 
 from __future__ import annotations
@@ -49,17 +50,33 @@ class _Check:
         # The step at the first step of each optimizer. None: an average was seen.
         self.first: WeakKeyDictionary[Optimizer, int] | None = WeakKeyDictionary()
         self.named: set[str] = set()
+        self.in_backward = False  # whether an optimizer has stepped within the backward pass
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Raises a RuntimeError if DDP should have averaged gradients that it no longer gets."""
         ddp = self.module()
         if not isinstance(ddp, DistributedDataParallel) or ddp in in_local_steps:
             return
+        if torch._C._current_graph_task_id() >= 0:
+            self._warn_in_backward(ddp, optimizer)
         passes = _C.synchronized_passes(ddp.reducer)
         if passes != self.passes:
             if error := conversion_error(ddp):
                 raise RuntimeError(error)
             self.passes = passes
+
+    def _warn_in_backward(self, ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+        # The overlapped ZeroRedundancyOptimizer steps within the pass as well, after the average.
+        hooked = any(
+            getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters_of(optimizer)
+        )
+        if self.warns and not self.in_backward and hooked and self._holds(optimizer):
+            self.in_backward = True
+            log.warning(
+                f"an optimizer of {type(ddp.module).__name__} steps within the backward pass, "
+                "before DDP has averaged the gradients, so the ranks drift apart. Call "
+                "optimizer.step() after the backward pass"
+            )
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer, which may hold the parameters of other modules."""
@@ -140,7 +157,7 @@ def check(module: torch.nn.Module, reducer: _C.BucketReducer, warns: bool) -> No
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
         for of_module in list(_checks.values()):
-            of_module.before_step()
+            of_module.before_step(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

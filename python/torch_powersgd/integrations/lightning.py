@@ -94,8 +94,11 @@ class PowerSGDStrategy(DDPStrategy):
 
     def _begin(self, compression: Compression | LocalSGD) -> None:
         self.compression = compression
-        if self._loaded is not None:
-            compression.load_state_dict(self._loaded)
+        self._restore()
+
+    def _restore(self) -> None:
+        if self.compression is not None and self._loaded is not None:
+            self.compression.load_state_dict(self._loaded)
             self._loaded = None
 
     def training_step(self, *arguments: Any, **named: Any) -> Any:
@@ -104,7 +107,8 @@ class PowerSGDStrategy(DDPStrategy):
             raise RuntimeError(unfit("lightning", fact))
         return super().training_step(*arguments, **named)
 
-    # Lightning saves on all ranks, and loads before it wraps the module.
+    # Lightning saves on all ranks. It loads before it wraps the module, or, as its learning rate
+    # finder does, in the middle of the training.
     def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> None:
         if "optimizer_states" in checkpoint:  # a weights-only checkpoint has none
             state = self._trained if self.compression is None else self.compression.state_dict()
@@ -112,24 +116,31 @@ class PowerSGDStrategy(DDPStrategy):
                 checkpoint = {**checkpoint, KEY: state}
         super().save_checkpoint(checkpoint, *arguments, **named)
 
-    def on_train_end(self) -> None:
+    # Lightning validates and tests the models of all processes, and saves that of one.
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._make_equal()
+
+    def on_train_end(self) -> None:  # The learning rate finder trains within a training.
         super().on_train_end()
+        self._make_equal()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._make_equal()
+        return super().lightning_module_state_dict()
+
+    def _make_equal(self) -> None:
         if isinstance(self.compression, LocalSGD):
             self.compression.sync(exact=True)
-        self._end()
-
-    def _end(self) -> None:
-        # Lightning then unwraps the module and frees the GPU, and may still save checkpoints.
-        assert self.compression is not None
-        self._trained = move_data_to_device(self.compression.state_dict(), "cpu")
-        if isinstance(self.compression, LocalSGD):
-            self.compression.detach()
-        self.compression = None
 
     def load_checkpoint(self, *arguments: Any, **named: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(*arguments, **named)
         self._loaded = checkpoint.get(KEY)
         return checkpoint
+
+    def load_model_state_dict(self, *arguments: Any, **named: Any) -> None:
+        super().load_model_state_dict(*arguments, **named)
+        self._restore()
 
     # Lightning averages integers as a sum over Gloo, which cannot average them, and asks only for
     # its name.
@@ -143,6 +154,9 @@ class PowerSGDStrategy(DDPStrategy):
         self._loaded = None
         module = self.lightning_module
         if self.compression is not None and module is not None and not module.trainer.interrupted:
-            self._end()  # There was no step left to train.
+            # Lightning then unwraps the module and frees the GPU, and may still save checkpoints.
+            self._trained = move_data_to_device(self.compression.state_dict(), "cpu")
+            if isinstance(self.compression, LocalSGD):
+                self.compression.detach()
         self.compression = None
         super().teardown()

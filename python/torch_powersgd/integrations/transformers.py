@@ -112,8 +112,8 @@ class CompressionCallback(TrainerCallback):
         self.resumed: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if isinstance(self.compression, Compression) and not self.compression.ended:
-            self.compression.detach()  # This is another train of the same trainer.
+        if self.compression is not None and not self.compression.ended:
+            self.compression.detach()  # The trainer has trained before, or failed to.
         scaler = self.trainer.accelerator.scaler
         if self.make is None:
             self.compression = attach_module(self._ddp(), self.options, scaler=scaler)
@@ -123,6 +123,15 @@ class CompressionCallback(TrainerCallback):
             last = self.resumed is True
             folder = _folder(args, state) if last else Path(self.resumed)
             state_file.load(self.compression, folder / FILE)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # The trainer now evaluates the models of all processes, and saves that of one.
+        if isinstance(self.compression, LocalSGD) and (
+            control.should_evaluate or control.should_save
+        ):
+            self.compression.sync(exact=True)
+
+    on_epoch_end = on_step_end
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self.compression is not None

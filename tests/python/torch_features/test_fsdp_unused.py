@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+import torch_powersgd as tp
 from support.fsdp_pairs import WORLD_SIZE, Sharded, both, make_pair, on_mesh, passes, step
 from support.log_records import LogRecords
 from support.paired_training import OPTIONS, STEPS, same
@@ -88,6 +89,37 @@ def test_unused_parameters_are_exact_unless_the_size_tells_which(
     warnings = records.matching("set_reduce_scatter_unused_params")
     assert len(warnings) == (one_unit and rank < WORLD_SIZE // 2)  # the first of each group
     assert pair.compression.stats()["steps"] == 2 * STEPS
+
+
+@both
+@on_mesh
+def test_parameters_unfrozen_after_attach_are_exact_until_attached_again(
+    rank: int, native: bool
+) -> None:
+    pair = make_pair(native=native, prepare=lambda block: block.requires_grad_(False))
+    attached = pair.modules[0]
+    records = LogRecords(logging.WARNING)
+
+    def exact_after_training() -> list[str]:
+        for i in range(STEPS):
+            for module in pair.modules:
+                step(module, i)
+        found, wanted = pair.gradients(0), pair.gradients(1)
+        return [n for n, g in found.items() if "weight" in n and same([g], [wanted[n]])]
+
+    assert exact_after_training() == []
+    for module in pair.modules:
+        module.blocks.requires_grad_(True)
+    assert exact_after_training() == ["blocks.0.weight", "blocks.1.weight"]
+    warnings = records.matching("attach again after you unfreeze parameters")
+    assert len(warnings) == (rank < WORLD_SIZE // 2)  # the first of each group
+    compression = pair.compression
+    state = compression.state_dict()
+    compression.detach()
+    again = tp.attach(attached, group=None if native else compression.group)
+    again.load_state_dict(state)
+    assert exact_after_training() == []
+    assert again.stats()["steps"] == 3 * STEPS
 
 
 def test_a_part_of_a_unit_is_known_by_its_size_if_no_other_part_has_it() -> None:

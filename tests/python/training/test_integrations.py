@@ -7,6 +7,7 @@ import ast
 import functools
 import os
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -263,8 +264,13 @@ def test_accelerate_takes_local_steps(rank: int, tmp_path: Path) -> None:
 @needs("lightning")
 @on_ranks(2)
 def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None:
+    """The first training looks for a learning rate, with steps that diverge and are undone.
+
+    Every model that is validated or saved is the same on all processes.
+    """
     _as_torchrun(rank)
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import LearningRateFinder
 
     from torch_powersgd.integrations.lightning import KEY, PowerSGDStrategy
 
@@ -277,19 +283,28 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
             loss: torch.Tensor = self.layer(batch).square().mean()
             return loss
 
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_step == 1:
+                self.trainer.save_checkpoint(tmp_path / "first.ckpt")
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            assert all_agree(checkpoint["state_dict"]["layer.weight"].tolist())
+
         def validation_step(self, batch: torch.Tensor, _: int) -> None:
+            assert all_agree(self.layer.weight.tolist())
             self.log("validated", 1.0 + rank, sync_dist=True, batch_size=1 + 2 * rank)
 
         def configure_optimizers(self) -> list[torch.optim.Optimizer]:
             return [torch.optim.SGD(self.parameters(), lr=0.1)]
 
-    def trainer(steps: int) -> Trainer:
+    def trainer(steps: int, *callbacks: Any) -> Trainer:
         return Trainer(
+            callbacks=[*callbacks],
             accelerator="cpu",
             devices=2,
             strategy=PowerSGDStrategy(OPTIONS, make),
             max_steps=steps,
-            val_check_interval=1,
+            val_check_interval=2,
             default_root_dir=tmp_path,
             logger=False,
             enable_checkpointing=False,
@@ -300,16 +315,18 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
     vectors: Any = torch.randn(64, 48)
     batches: Any = torch.utils.data.DataLoader(vectors, batch_size=4)
     file = tmp_path / "saved.ckpt"
-    for steps, resumed, metrics in (
-        (3, None, {"validated": 1.75}),  # weighted by the sizes of the batches
-        (5, file, {"validated": 1.75}),
-        (5, file, {}),  # nothing is left to train
+    finder = LearningRateFinder(1e3, 1e6, 4, early_stop_threshold=None, update_attr=False)
+    for steps, resumed, metrics, callbacks in (
+        (3, None, {"validated": 1.75}, [finder]),  # weighted by the sizes of the batches
+        (5, file, {"validated": 1.75}, []),
+        (5, file, {}, []),  # nothing is left to train
     ):
-        fitted = trainer(steps)
+        fitted = trainer(steps, *callbacks)
         module = Module()
         fitted.fit(module, batches, batches, ckpt_path=resumed)
         assert fitted.callback_metrics == metrics
         assert all_agree(module.layer.weight.tolist())
+        assert module.layer.weight.abs().max() < 1
         fitted.save_checkpoint(file)
         assert torch.load(file, weights_only=False)[KEY]["step"] == steps
 
@@ -374,25 +391,40 @@ class _Loss(torch.nn.Module):
 def test_transformers_resumes_from_another_folder(rank: int, make: Any, tmp_path: Path) -> None:
     """Trains 6 steps, and the last 3 of them again, with another folder to save to, compiled.
 
-    Each rank is the only one of its machine, which has folders of its own.
+    Each rank is the only one of its machine, which has folders of its own. The second training
+    fails in its first attempt. Every model that is evaluated or saved is the same on all processes.
     """
     _as_torchrun(rank)
     os.environ["LOCAL_RANK"] = "0"
     folder = tmp_path / str(rank)
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from torch_powersgd.integrations.transformers import attach, local_steps
 
     torch.manual_seed(1)
     data = [{"x": torch.randn(48), "labels": torch.randn(48)} for _ in range(64)]
 
-    def train(name: str, resumed: str | None, trains: int = 1) -> torch.Tensor:
+    class Watch(TrainerCallback):
+        def __init__(self, fails: bool) -> None:
+            self.fails = fails
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            assert all_agree([p.tolist() for p in given["model"].parameters()])
+            if self.fails:
+                self.fails = False
+                raise MemoryError
+
+        on_save = on_evaluate
+
+    def train(name: str, resumed: str | None, fails: bool) -> torch.Tensor:
         settings = TrainingArguments(
             str(folder / name),
             use_cpu=True,
             per_device_train_batch_size=4,
             max_steps=6,
             save_steps=3,
+            eval_strategy="steps",
+            eval_steps=2,
             save_on_each_node=True,
             optim="sgd",
             lr_scheduler_type="constant",
@@ -404,13 +436,19 @@ def test_transformers_resumes_from_another_folder(rank: int, make: Any, tmp_path
             torch_compile_backend="eager",
         )
         model = _Loss()
-        trainer = Trainer(model, settings, train_dataset=data)
+        evaluated = data[:8]
+        watch = Watch(fails)
+        trainer = Trainer(
+            model, settings, train_dataset=data, eval_dataset=evaluated, callbacks=[watch]
+        )
         attach(trainer, OPTIONS) if make is None else local_steps(trainer, make)
-        for _ in range(trains):
+        with pytest.raises(MemoryError) if fails else nullcontext():
+            trainer.train(resume_from_checkpoint=resumed)
+        if fails:
             trainer.train(resume_from_checkpoint=resumed)
         assert all_agree(model.layer.weight.tolist())
         return model.layer.weight.detach()
 
-    whole = train("first", None)
-    resumed = train("second", str(folder / "first/checkpoint-3"), trains=2)
+    whole = train("first", None, fails=False)
+    resumed = train("second", str(folder / "first/checkpoint-3"), fails=True)
     torch.testing.assert_close(resumed, whole, rtol=0, atol=1e-6)

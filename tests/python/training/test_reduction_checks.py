@@ -21,6 +21,7 @@ from torch_powersgd.reduction_checks import INTERVAL
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2)
 DRIFT = "the gradients of Sequential were not averaged in 20 optimizer steps"
 MISSED = "DDP does not average the gradients of"
+EARLY = "an optimizer of Sequential steps within the backward pass"
 LONG = 2 * INTERVAL + 5
 
 
@@ -85,6 +86,17 @@ def _many_optimizers() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _in_the_backward_pass() -> None:
+    """As torch's tutorial on fusing the optimizer's step into the backward pass."""
+    ddp = _attached(_net())
+    of = {parameter: torch.optim.SGD([parameter], lr=1e-4) for parameter in ddp.parameters()}
+    for parameter in of:
+        parameter.register_post_accumulate_grad_hook(lambda parameter: of[parameter].step())
+    for _ in range(3):
+        ddp(torch.randn(8, 6)).sum().backward()
+        ddp.zero_grad()
 
 
 def _detached() -> None:
@@ -205,6 +217,7 @@ JOBS: dict[Callable[[], None], str] = {
     _some_steps_without_an_average: "",
     _plain_training: "",
     _many_optimizers: "",
+    _in_the_backward_pass: EARLY,
     _detached: "",
     _the_optimizer_of_another_module: "",
     _unfrozen_before_attach: f"{MISSED} '2.weight', '2.bias', so the",
