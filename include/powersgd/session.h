@@ -98,7 +98,8 @@ class Session {
   // Replaces each tensor with its mean over ranks, on the engine, after all submitted steps.
   // Blocks.
   void average_after_steps(std::vector<at::Tensor>& tensors);
-  // Runs `job` on the engine of `device` after all submitted steps. The second one blocks.
+  // Runs `job`, which needs no other rank, on the engine of `device` after all submitted steps. The
+  // second one blocks, and works after shutdown() and abort() as well.
   WorkPtr start_after_steps(c10::Device device, std::function<void()> job);
   void run_after_steps(c10::Device device, const std::function<void()>& job);
   // Compares state that must agree on all ranks, after all submitted steps, and replaces it with
@@ -185,6 +186,8 @@ class Session {
   std::vector<InnerAndConnect> inners_;
   std::vector<std::shared_ptr<Connection>> connections_;
   std::map<c10::DeviceType, std::unique_ptr<Engine>> engines_;
+
+  std::mutex after_end_mutex_;  // held by a job that runs once its engine has ended
 
   mutable std::mutex mutex_;  // guards the members below
   std::vector<std::weak_ptr<AllreduceTaker>> takers_;
