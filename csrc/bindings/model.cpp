@@ -63,12 +63,13 @@ void register_reducer(py::module_& module) {
   py::class_<BucketReducer, std::shared_ptr<BucketReducer>>(module, "BucketReducer")
       .def(py::init([](const BackendPowerSGD& backend, std::vector<std::string> names,
                        const std::vector<at::Tensor>& parameters, const Options& options,
-                       BucketReducer* previous) {
-             return BucketReducer::attach(backend.session(), std::move(names), parameters, options,
-                                          previous);
+                       const BucketReducer* previous) {
+             return BucketReducer::make(backend.session(), std::move(names), parameters, options,
+                                        previous);
            }),
            py::arg("backend"), py::arg("names"), py::arg("parameters"), py::arg("options"),
            py::arg("previous") = nullptr, NoGil())
+      .def("note_attached", &BucketReducer::note_attached)
       .def_property_readonly("states", &BucketReducer::states)
       .def(
           "reduce",

@@ -103,6 +103,10 @@ class Engine {
 
   // Refuses new jobs and fails those that have not begun.
   virtual void abort() = 0;
+
+  // After either, waits until nothing that was submitted can run or be undone any more, on the host
+  // or on `device`. That may take as long as the backend's timeout.
+  virtual void wait_for_end(c10::Device device) = 0;
 };
 
 // Returns the error of a job that did not run because of shutdown or abort.

@@ -180,6 +180,7 @@ void Pipeline::abort() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     aborted_ = true;
+    ++running_;  // it may undo jobs
     for (auto& [number, flight] : done_) held.push_back(std::move(flight));
     done_.clear();
     for (auto& [part, queue] : ready_) {
@@ -193,6 +194,14 @@ void Pipeline::abort() {
   }
   for (const FlightPtr& flight : in_flight) flight->abort();
   for (const FlightPtr& flight : held) cancel(flight);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  --running_;
+  changed_.notify_all();
+}
+
+void Pipeline::wait_for_end() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return running_ == 0; });
 }
 
 void Pipeline::cancel(const FlightPtr& flight) {

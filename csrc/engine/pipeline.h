@@ -35,6 +35,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // Joins the threads when they have ended, or leaves them behind once the grace is over. Several
   // callers may wait; the first to return takes the threads.
   void end_threads();
+  // Waits until all threads have ended, even those that were left behind.
+  void wait_for_end();
 
  private:
   using FlightPtr = std::shared_ptr<Flight>;
@@ -75,7 +77,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   // How long end_threads() waits. An abort makes it sooner.
   std::chrono::steady_clock::time_point grace_ends_ = std::chrono::steady_clock::time_point::max();
   std::vector<std::thread> threads_;
-  int running_ = 0;  // threads
+  int running_ = 0;  // threads, and calls of abort()
 };
 
 }  // namespace powersgd

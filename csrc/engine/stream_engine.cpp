@@ -274,4 +274,9 @@ void StreamEngine::abort() {
   shared_->flush_within(grace_.abort);
 }
 
+void StreamEngine::wait_for_end(c10::Device device) {
+  shared_->flush();
+  c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+}
+
 }  // namespace powersgd

@@ -37,6 +37,7 @@ class StreamEngine final : public Engine {
   void flush() override;
   void shutdown() override;
   void abort() override;
+  void wait_for_end(c10::Device device) override;
 
  private:
   struct Shared;  // used by the Works, and may outlive the engine

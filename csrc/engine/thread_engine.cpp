@@ -61,6 +61,9 @@ void ThreadEngine::abort() {
   pipeline_->end_threads();
 }
 
+// A job has left the device when the thread that ran it ends.
+void ThreadEngine::wait_for_end(c10::Device /*device*/) { pipeline_->wait_for_end(); }
+
 std::exception_ptr closed_error() {
   return std::make_exception_ptr(
       C10_BUILD_ERROR(DistBackendError,

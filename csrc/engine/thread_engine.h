@@ -35,6 +35,7 @@ class ThreadEngine final : public Engine {
   void flush() override {}  // it puts nothing off
   void shutdown() override;
   void abort() override;
+  void wait_for_end(c10::Device device) override;
 
  private:
   friend void shutdown_all_engines();

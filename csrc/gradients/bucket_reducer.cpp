@@ -21,22 +21,22 @@ struct BucketReducer::Expected {
   double divided_after;
 };
 
-std::shared_ptr<BucketReducer> BucketReducer::attach(const std::shared_ptr<Session>& session,
-                                                     std::vector<std::string> names,
-                                                     const std::vector<at::Tensor>& parameters,
-                                                     Options options, BucketReducer* previous) {
+std::shared_ptr<BucketReducer> BucketReducer::make(const std::shared_ptr<Session>& session,
+                                                   std::vector<std::string> names,
+                                                   const std::vector<at::Tensor>& parameters,
+                                                   Options options, const BucketReducer* previous) {
   validate(options);
   auto reducer = std::make_shared<BucketReducer>(
       session, std::make_shared<ModelStates>(
                    session, NamedParameters(std::move(names), parameters), std::move(options),
                    previous != nullptr ? previous->states_.get() : nullptr));
-  if (previous != nullptr) {
-    reducer->stats_->add(previous->stats_->snapshot());
-    previous->detach();
-  }
-  session->note_attached(reducer->starts_at());
-  session->add_taker(reducer);
+  if (previous != nullptr) reducer->stats_->add(previous->stats_->snapshot());
   return reducer;
+}
+
+void BucketReducer::note_attached() {
+  session_->note_attached(starts_at());
+  session_->add_taker(weak_from_this());
 }
 
 BucketReducer::BucketReducer(std::shared_ptr<Session> session, std::shared_ptr<ModelStates> states)

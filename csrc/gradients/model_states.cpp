@@ -2,7 +2,6 @@
 #include "powersgd/model_states.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
@@ -18,7 +17,7 @@
 namespace powersgd {
 
 ModelStates::ModelStates(std::shared_ptr<Session> session, NamedParameters parameters,
-                         Options options, ModelStates* previous)
+                         Options options, const ModelStates* previous)
     : session_(std::move(session)),
       parameters_(std::move(parameters)),
       options_(std::move(options)),
@@ -30,7 +29,7 @@ ModelStates::ModelStates(std::shared_ptr<Session> session, NamedParameters param
   for (size_t i = 0; i < parameters_.size(); ++i) {
     states_.push_back(std::make_shared<ParameterState>(i));
   }
-  if (previous != nullptr) take_over(*previous);
+  if (previous != nullptr) copy_states(*previous);
   if (session_->size() > 1 && options_.scope != Scope::kNever) allocate();
 }
 
@@ -54,9 +53,10 @@ void ModelStates::allocate() {
   }
 }
 
-// Takes over one parameter at a time, so only one is in memory twice. Copies, because memory
-// belongs to the streams of an engine, and an aborted engine may still hold its states.
-void ModelStates::take_over(ModelStates& previous) {
+// Copies, because memory belongs to the streams of an engine, and because `previous` goes on if the
+// other ranks turn out to be gone. Its states are final by then: run_after_steps waits for what an
+// ended engine still runs.
+void ModelStates::copy_states(const ModelStates& previous) {
   TORCH_INTERNAL_ASSERT(previous.parameters_.names() == parameters_.names());
   TORCH_CHECK_VALUE(!previous.captured_,
                     "a CUDA graph holds steps of the previous compression, so its residuals cannot "
@@ -64,24 +64,14 @@ void ModelStates::take_over(ModelStates& previous) {
                     "load_state_dict");
   previous.check_held();
   for (const c10::Device device : parameters_.devices()) {
-    try {
-      previous.session_->run_after_steps(device, [] {});
-    } catch (const c10::DistBackendError&) {
-      // The former group has ended, and its streams cannot be waited for.
-      if (!device.is_cpu()) {
-        c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
-      }
-    }
+    previous.session_->run_after_steps(device, [] {});
     session_->run_after_steps(device, [&] {
       for (size_t i = 0; i < states_.size(); ++i) {
-        if (parameters_[i].device() != device) continue;
-        *states_[i] = previous.states_[i]->copy();
-        previous.states_[i] = std::make_shared<ParameterState>(i);
+        if (parameters_[i].device() == device) *states_[i] = previous.states_[i]->copy();
       }
     });
   }
-  previous.released_ = true;
-  unsent_residuals_ = std::move(previous.unsent_residuals_);
+  unsent_residuals_ = previous.unsent_residuals_;
   set_grad_scale(previous.grad_scale());
   step_ = previous.step_.load();
   step_begun_ = previous.step_begun_.load();
@@ -234,13 +224,9 @@ void ModelStates::release() {
   if (captured_) return;
   released_ = true;
   for (const c10::Device device : parameters_.devices()) {
-    try {
-      session_->run_after_steps(device, [&] {
-        for (const Replica& replica : replicas(device)) replica.state->release();
-      });
-    } catch (const c10::DistBackendError&) {
-      // The group has ended, and a worker may still use the states. They end with this object.
-    }
+    session_->run_after_steps(device, [&] {
+      for (const Replica& replica : replicas(device)) replica.state->release();
+    });
   }
   unsent_residuals_.clear();
 }

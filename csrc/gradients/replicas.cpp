@@ -32,9 +32,11 @@ at::Tensor hashes_of_all(Channel& channel, int rank, int size,
   return hashes.cpu();
 }
 
-void copy_from(bool is_source, Channel& channel, at::Tensor& tensor) {
-  if (!is_source) tensor.zero_();
-  channel.allreduce(tensor);
+// A failed all-reduce leaves the tensor as it was.
+void copy_from(bool is_source, Channel& channel, const at::Tensor& tensor) {
+  at::Tensor sent = is_source ? tensor.clone() : at::zeros_like(tensor);
+  channel.allreduce(sent);
+  tensor.copy_(sent);
 }
 
 std::string describe(const Replica& replica, const at::Tensor& differs) {

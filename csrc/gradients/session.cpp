@@ -3,6 +3,7 @@
 // The reductions of a session, and its ends.
 #include "powersgd/session.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -173,8 +174,21 @@ Session::WorkPtr Session::start_after_steps(c10::Device device, std::function<vo
                                   device, c10d::kUnsetTimeout);
 }
 
+// Once the engine has ended, this thread runs the job, as soon as nothing else can touch a state.
 void Session::run_after_steps(c10::Device device, const std::function<void()>& job) {
-  start_after_steps(device, job)->wait();
+  bool begun = false;
+  try {
+    start_after_steps(device, [&] {
+      begun = true;
+      job();
+    })->wait();
+  } catch (const c10::DistBackendError&) {
+    if (begun) throw;
+    engine_of(device).wait_for_end(device);
+    const std::lock_guard<std::mutex> in_turn(after_end_mutex_);
+    const at::NoGradGuard no_grad;
+    job();
+  }
 }
 
 void Session::check_replicas(std::vector<Replica> replicas, c10::Device device,

@@ -50,7 +50,11 @@ void Session::wait_for_steps(c10::Device device) const {
   Job job;
   job.parts = {[](Channel&) {}};
   job.local = true;
-  engine_of(device).submit({}, std::move(job), device, c10d::kUnsetTimeout)->wait();
+  try {
+    engine_of(device).submit({}, std::move(job), device, c10d::kUnsetTimeout)->wait();
+  } catch (const c10::DistBackendError&) {
+    engine_of(device).wait_for_end(device);
+  }
 }
 
 StatsSnapshot Session::snapshot(Stats& stats) {

@@ -32,16 +32,20 @@ namespace powersgd {
 //
 // Threads: one thread at a time calls the reductions and end_step(), in the backward pass. The
 // user's thread calls everything else, outside the backward pass.
-class BucketReducer final : public AllreduceTaker {
+class BucketReducer final : public AllreduceTaker,
+                            public std::enable_shared_from_this<BucketReducer> {
  public:
-  // Makes a reducer and notes in `session` that it is attached. If `previous` reduced the same
-  // parameters in a former group, the new reducer takes over its states and counts, and detaches
-  // it.
-  static std::shared_ptr<BucketReducer> attach(const std::shared_ptr<Session>& session,
-                                               std::vector<std::string> names,
-                                               const std::vector<at::Tensor>& parameters,
-                                               Options options, BucketReducer* previous = nullptr);
+  // If `previous` reduced the same parameters in a former group, the new reducer starts with copies
+  // of its states and counts. Changes nothing but connects to the other ranks.
+  static std::shared_ptr<BucketReducer> make(const std::shared_ptr<Session>& session,
+                                             std::vector<std::string> names,
+                                             const std::vector<at::Tensor>& parameters,
+                                             Options options,
+                                             const BucketReducer* previous = nullptr);
   BucketReducer(std::shared_ptr<Session> session, std::shared_ptr<ModelStates> states);
+
+  // Notes in the session that this is attached. All ranks call it between the same two collectives.
+  void note_attached();
 
   // Replaces `buffer` with its sum over ranks divided by `divisor`: the number of ranks, except in
   // DDP's join. The buffer holds the gradients of `parameters` back to back. If none are named, it

@@ -63,10 +63,9 @@ class ModelStates {
  public:
   // Allocates the state of every parameter that will be compressed, so a job without enough memory
   // fails here and not after the exact steps. If `previous` holds the states of the same parameters
-  // in a former group, takes them over, as that group's completed steps left them, and empties
-  // `previous`.
+  // in a former group, starts with copies of them, as that group's completed steps left them.
   ModelStates(std::shared_ptr<Session> session, NamedParameters parameters, Options options,
-              ModelStates* previous = nullptr);
+              const ModelStates* previous = nullptr);
   ~ModelStates();
 
   const NamedParameters& parameters() const { return parameters_; }
@@ -137,7 +136,7 @@ class ModelStates {
  private:
   using States = std::vector<ParameterStatePtr>;
   void allocate();
-  void take_over(ModelStates& previous);
+  void copy_states(const ModelStates& previous);
   // Throws after release().
   void check_held() const;
   // Calls `change` for each device after all submitted steps, with the states of the parameters

@@ -99,7 +99,8 @@ class Session {
   // Replaces each tensor with its mean over ranks, on the engine, after all submitted steps.
   // Blocks.
   void average_after_steps(std::vector<at::Tensor>& tensors);
-  // Runs `job` on the engine of `device` after all submitted steps. The second one blocks.
+  // Runs `job`, which needs no other rank, on the engine of `device` after all submitted steps. The
+  // second one blocks, and works after shutdown() and abort() as well.
   [[nodiscard]] WorkPtr start_after_steps(c10::Device device, std::function<void()> job);
   void run_after_steps(c10::Device device, const std::function<void()>& job);
   // For a job after all submitted steps that nobody waits for: the next collective on the engine of
@@ -192,6 +193,8 @@ class Session {
   std::vector<InnerAndConnect> inners_;
   std::vector<std::shared_ptr<Connection>> connections_;
   std::map<c10::DeviceType, std::unique_ptr<Engine>> engines_;
+
+  std::mutex after_end_mutex_;  // held by a job that runs once its engine has ended
 
   mutable std::mutex mutex_;  // guards the members below
   std::vector<std::weak_ptr<AllreduceTaker>> takers_;

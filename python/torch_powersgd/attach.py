@@ -60,7 +60,8 @@ def attach(
             Its residuals, factors, step, counts and options carry over to this group, and it ends.
             Processes that are new in the group leave it out, and take over the factors and the
             step. If an optimizer did not apply the last step, call ``step_skipped`` or
-            ``discard_step`` of the returned handle on every process.
+            ``discard_step`` of the returned handle on every process. After an error, as when a
+            process dies meanwhile, ``previous`` is as it was.
 
     Returns:
         A handle, for statistics, checkpoints and steps that are not applied. The compression lasts
@@ -87,14 +88,20 @@ def compress(
     previous: Compression | None = None,
 ) -> Compression:
     """``attach`` without the log message."""
-    reducer, described = make_reducer(target, options, group, scaler, previous)
+    reducer, described = make_reducer(target, options, group, scaler, previous, register_hook)
+    try:
+        if register_hook:
+            target.register(reducer, group)
+        if scaler is not None:
+            grad_scaler.follow(scaler, reducer, target.parameters())
+        compression = Compression(target, reducer, group, described, previous)
+    except BaseException:
+        reducer.detach()  # hooks that it has by now average exactly
+        raise
     if previous is not None:
         previous._hand_over()
-    if register_hook:
-        target.register(reducer, group)
-    if scaler is not None:
-        grad_scaler.follow(scaler, reducer, target.parameters())
-    return Compression(target, reducer, group, described)
+    reducer.note_attached()
+    return compression
 
 
 def make_reducer(
@@ -103,10 +110,14 @@ def make_reducer(
     group: dist.ProcessGroup,
     scaler: torch.amp.GradScaler | None = None,
     previous: Compression | None = None,
+    register_hook: bool = False,
 ) -> tuple[_C.BucketReducer, list[str]]:
-    """Returns the reducer of ``attach``, and its gradients in words. Collective."""
+    """Returns the reducer of ``attach``, and its gradients in words. Collective.
+
+    It has copies of the states of ``previous``, which goes on if another process fails meanwhile.
+    """
     of_previous = previous._as_previous() if previous is not None else None
-    agreed, source = agree(target, options, scaler, group, of_previous)
+    agreed, source = agree(target, options, scaler, group, of_previous, register_hook)
     reducer = _C.BucketReducer(
         agreed.backend,
         list(agreed.gradients),

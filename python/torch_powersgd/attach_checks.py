@@ -95,6 +95,7 @@ def agree(
     scaler: torch.amp.GradScaler | None,
     group: dist.ProcessGroup,
     previous: Previous | None = None,
+    register_hook: bool = False,
 ) -> tuple[Proposal, Source | None]:
     """Returns this process's proposal once all processes have made the same one. Collective.
 
@@ -107,6 +108,7 @@ def agree(
         scaler: GradScaler of ``attach``.
         group: Group to average over.
         previous: What this process takes over.
+        register_hook: Whether ``attach`` will register the hooks.
 
     Raises:
         ValueError: On every process, if a proposal is invalid or differs from that of rank 0, or a
@@ -116,6 +118,8 @@ def agree(
     proposal = None
     try:
         proposal = _propose(target, given, scaler, group, previous)
+        if register_hook:
+            target.check_hook()
         plain = proposal.plain()
         if previous is not None and previous.reducer is not None:
             plain["step"] = previous.reducer.states.step

@@ -60,6 +60,7 @@ class Compression(Stateful):
         reducer: _C.BucketReducer,
         group: dist.ProcessGroup,
         described: list[str],
+        previous: Compression | None = None,
     ) -> None:
         self.group = group
         self._described = described  # the gradients
@@ -81,7 +82,8 @@ class Compression(Stateful):
         # The module keeps the handle alive: checks and scalers refer only weakly to its reducer.
         finalize(module, self._let_go).atexit = False
         if isinstance(module, DistributedDataParallel):
-            self._wrapper = rewrapping.note_wrapper(module, reducer, described)
+            before = previous._wrapper if previous is not None else None
+            self._wrapper = rewrapping.note_wrapper(module, reducer, described, before)
             self._model = ref(module.module)
             finalize(module.module, _forget_states, ref(self)).atexit = False
         if group.size() > 1:
@@ -382,13 +384,21 @@ class Compression(Stateful):
         return Previous(self._attached or self._left, self._described, self._ended)
 
     def _go_on(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
-        """Continues in another group, with a reducer that has taken over the states."""
-        self._attached, self.group = reducer, group
+        """Continues in another group, with a reducer that has copied the states.
+
+        The former reducer isn't detached, because another thread may be reading its states.
+        """
+        reducer.note_attached()
+        if self._wrapper is not None:
+            self._wrapper.note_moved(reducer)
         if self._tensors is not None:
             self._tensors = _C.NamedTensors(reducer, BUCKET_BYTES)
+        self.group, self._attached = group, reducer
 
     def _hand_over(self) -> None:
-        """Ends, because another compression has taken over the reducer's states."""
+        """Ends, because another compression has copied the states."""
+        if (reducer := self._attached or self._left) is not None:
+            reducer.detach()
         self._ended = "it was passed to attach as previous"
         self._end()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
@@ -20,6 +19,7 @@ Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
 
 in_local_steps: WeakSet[DistributedDataParallel] = WeakSet()  # which average no gradients
 
+OWN_HOOK = "torch_powersgd"  # as DDP's log names it
 ALREADY_ATTACHED = (
     "this module is already attached: use the Compression that attach returned, or call its "
     "detach() first"
@@ -58,6 +58,15 @@ def check_module(ddp: DistributedDataParallel) -> None:
         raise ValueError(error)
 
 
+def check_hook(ddp: DistributedDataParallel, replaceable: str = OWN_HOOK) -> None:
+    """Raises a ValueError if the module has a communication hook that cannot be replaced."""
+    name = ddp._get_ddp_logging_data().get("comm_hook")
+    if name not in (None, replaceable):
+        raise ValueError(
+            f"this DDP module already has a communication hook ({name}), and DDP allows only one"
+        )
+
+
 def conversion_error(ddp: DistributedDataParallel) -> str:
     """Returns an error message if a conversion has removed DDP's hook from a parameter, or nothing.
 
@@ -92,23 +101,9 @@ def named_parameters_of(ddp: DistributedDataParallel) -> Iterator[tuple[str, tor
 
 def register_hook(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> None:
     """Registers the C++ hook, which reduces each bucket through ``reducer``."""
-    with refuse_second_hook():
-        _C.register_ddp_hook(ddp.reducer, reducer)
+    _C.register_ddp_hook(ddp.reducer, reducer)
     if ddp.logger is not None:
-        ddp.logger._set_comm_hook_name("torch_powersgd")
-
-
-@contextmanager
-def refuse_second_hook() -> Iterator[None]:
-    """Turns DDP's error for a second hook into a ValueError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "register_comm_hook" not in str(error):
-            raise
-        raise ValueError(
-            "this DDP module already has a communication hook, and DDP allows only one"
-        ) from error
+        ddp.logger._set_comm_hook_name(OWN_HOOK)
 
 
 def python_hook(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> Hook:

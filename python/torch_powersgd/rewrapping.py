@@ -24,6 +24,10 @@ class Wrapper:
         self._had_residual = False
         finalize(ddp, self._let_go).atexit = False
 
+    def note_moved(self, reducer: _C.BucketReducer) -> None:
+        """Notes that the residual is now with this reducer, in another group."""
+        self._reducer = reducer
+
     def note_saved(self) -> None:
         """Notes that ``state_dict`` has returned the residual."""
         if self._reducer is not None:
@@ -56,12 +60,20 @@ _wrappers: WeakKeyDictionary[torch.nn.Module, Wrapper] = WeakKeyDictionary()
 
 
 def note_wrapper(
-    ddp: DistributedDataParallel, reducer: _C.BucketReducer, described: list[str]
+    ddp: DistributedDataParallel,
+    reducer: _C.BucketReducer,
+    described: list[str],
+    previous: Wrapper | None,
 ) -> Wrapper:
-    """Notes that a wrapper is attached, and warns if it replaces one with a residual."""
+    """Notes that a wrapper is attached, and warns if it replaces one with a residual.
+
+    The residual of ``previous`` goes on in the new one.
+    """
     before = _wrappers.get(ddp.module)
     _wrappers[ddp.module] = wrapper = Wrapper(ddp, reducer, described)
-    if before is not None and before.has_residual() and ddp.process_group.rank() == 0:
+    if before is None or before is previous:
+        return wrapper
+    if before.has_residual() and ddp.process_group.rank() == 0:
         log.warning(
             f"{type(ddp.module).__name__} was wrapped again, so the gradients that the old wrapper "
             "has not sent yet (its residuals) are lost. To keep them, "

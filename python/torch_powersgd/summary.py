@@ -23,8 +23,9 @@ def summary(reducer: _C.BucketReducer, group: dist.ProcessGroup, options: Option
     wire = "float32" if options.wire_dtype is None else dtype_name(options.wire_dtype)
     if group.size() == 1 and not counts["bytes_before"]:
         return f"Compression over 1 process, which has nothing to send\n  step {states.step}"
+    processes = "1 process" if group.size() == 1 else f"{group.size()} processes"
     lines = [
-        f"Compression over {group.size()} processes: {outline.compressed_parameters} of "
+        f"Compression over {processes}: {outline.compressed_parameters} of "
         f"{outline.parameters} parameters at matrix rank {options.matrix_approximation_rank} in "
         f"{wire}, from step {options.start_powerSGD_iter} on"
     ]
@@ -55,7 +56,7 @@ def _benefit(counts: dict[str, Any], size: int) -> list[str]:
     """
     seconds = sum(counts["seconds"][stage] for stage in _COMPUTED)
     saved = counts["compressed_bytes_before"] - counts["compressed_bytes_after"]
-    if seconds <= 0 or saved <= 0:
+    if seconds <= 0 or saved <= 0 or size == 1:
         return []
     gigabits = 8e-9 * saved * 2 * (size - 1) / size / seconds
     return [f"judging by its stage times, it pays on links slower than about {gigabits:.1f} Gbit/s"]

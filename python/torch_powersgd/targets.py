@@ -35,6 +35,9 @@ class Target(ABC):
     def check(self) -> None:
         """Raises a ValueError if the gradients cannot be compressed."""
 
+    def check_hook(self) -> None:  # noqa: B027
+        """Raises a ValueError if ``register`` cannot register the hooks."""
+
     @abstractmethod
     def parameters(self) -> dict[str, torch.Tensor]:
         """Returns the trainable parameters, as an optimizer holds them."""
@@ -92,6 +95,9 @@ class DdpTarget(Target):
 
     def check(self) -> None:
         ddp.check_module(self.module)
+
+    def check_hook(self) -> None:
+        ddp.check_hook(self.module)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return ddp.parameters_of(self.module)

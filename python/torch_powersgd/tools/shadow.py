@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import log
-from torch_powersgd.ddp import Hook, check_module, parameters_of, refuse_second_hook
+from torch_powersgd.ddp import Hook, check_hook, check_module, parameters_of
 from torch_powersgd.options import Options, lay_over
 from torch_powersgd.store_agreement import equality_of, next_call
 from torch_powersgd.tools.shadow_compressors import Comparison, ShadowedLayer, average_exactly
@@ -39,8 +39,7 @@ class Shadow:
     def __init__(
         self, ddp: DistributedDataParallel, options: Sequence[Options], steps: int
     ) -> None:
-        with refuse_second_hook():
-            ddp.register_comm_hook(None, self._hook())
+        ddp.register_comm_hook(None, self._hook())
         self.ranks = tuple(each.matrix_approximation_rank for each in options)
         self.steps = steps
         self.step = 0
@@ -164,6 +163,7 @@ def shadow(
     try:
         compared = _options_of(ranks, steps, options)
         check_module(ddp)
+        check_hook(ddp, replaceable="")
         if ddp.process_group.size() == 1:
             raise ValueError("shadow needs a group of at least two ranks, got one")
         mine = {**compared[0]._plain(), "ranks": list(ranks), "steps": steps}

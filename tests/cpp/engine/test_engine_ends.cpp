@@ -5,6 +5,7 @@
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <future>
@@ -107,6 +108,24 @@ TEST(EngineEnds, WhatAJobOwnsMayUseTheEngineWhenItIsDestroyed) {
   auto error = said.get_future();
   ASSERT_EQ(error.wait_for(kNeverReached), std::future_status::ready);
   EXPECT_TRUE(test::contains(error.get(), "shut down or aborted"));
+}
+
+TEST(EngineEnds, AnEngineHasEndedOnceALostJobIsUndone) {
+  const auto engine = make_thread_engine(kShort);
+  const Gate gate;
+  std::atomic<bool> undone{false};
+  Job job = job_of(gate.part(), [](Channel&) {});
+  job.undo = [&] {
+    std::this_thread::sleep_for(milliseconds(20));  // a thread that does not wait gets past here
+    undone = true;
+  };
+  submit(*engine, std::move(job));
+  gate.wait_until_reached();
+  engine->abort();
+  EXPECT_FALSE(undone) << "the thread is left behind";
+  gate.open();
+  engine->wait_for_end(at::kCPU);
+  EXPECT_TRUE(undone);
 }
 
 // A stream engine.

@@ -92,7 +92,9 @@ inline std::shared_ptr<BucketReducer> attach(const std::shared_ptr<Session>& ses
                                              BucketReducer* previous = nullptr) {
   std::vector<std::string> names;
   for (size_t i = 0; i < parameters.size(); ++i) names.push_back(std::to_string(i));
-  return BucketReducer::attach(session, names, parameters, session->options(), previous);
+  auto reducer = BucketReducer::make(session, names, parameters, session->options(), previous);
+  reducer->note_attached();
+  return reducer;
 }
 
 }  // namespace powersgd::test

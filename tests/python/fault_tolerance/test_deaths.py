@@ -22,7 +22,7 @@ from support.repository import ROOT
 
 pytest.importorskip("torchft")
 
-from replicas import HEALING, PLACES, Death, Kind, Replicas
+from replicas import HEALING, PLACES, SHARING, Death, Kind, Replicas
 from torchft.coordination import LighthouseServer
 from torchft.manager import WorldSizeMode
 
@@ -49,8 +49,7 @@ def test_a_replica_of_two_processes_with_fsdp_dies() -> None:
 def test_a_spare_replica_takes_the_place_of_one_that_dies() -> None:
     fixed = {"min_replica_size": 2, "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}
     with Replicas(Kind(manager=fixed), first=("a0", "b1")) as replicas:
-        replicas.start("c2")
-        replicas.run(lambda: any(report.place.name == "c2" for report in replicas.reports))
+        replicas.join("c2")
         replicas.kill("b1")
         replicas.run_until_deaths(1)
         replicas.start("b1")
@@ -63,7 +62,7 @@ def test_two_die_at_once() -> None:
         replicas.start("b1", Death(EVERY, "exchange"))
         replicas.start("c2", Death(EVERY, "exchange"))
         replicas.run_until_deaths(2)
-        replicas.start("b1")
+        replicas.join("b1")
         replicas.start("c2")
         replicas.end("a0", "b1", "c2")
     _check(replicas)
@@ -71,9 +70,9 @@ def test_two_die_at_once() -> None:
 
 def _test_deaths(kind: Kind, places: Sequence[str]) -> None:
     deaths = [Death(EVERY * (i + 1), place) for i, place in enumerate(places)]
-    deaths.append(Death(0, HEALING))
+    deaths += [Death(0, SHARING), Death(0, HEALING)]
     with Replicas(kind) as replicas:
-        replicas.start("b1")
+        replicas.join("b1")
         for i, death in enumerate(deaths):
             replicas.start("c2", death)
             replicas.run_until_deaths(i + 1)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
@@ -32,6 +33,9 @@ from support.synthetic import (
     relative_error,
     step,
 )
+from torch_powersgd import grad_scaler, reduction_checks
+from torch_powersgd._core import _C
+from torch_powersgd.targets import DdpTarget
 
 OPTIONS: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 
@@ -42,11 +46,15 @@ def _group(members: Iterable[int]) -> dist.ProcessGroup:
     return group
 
 
+def _model() -> Synthetic:
+    return Synthetic({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+
+
 class _Job:
     """One process's part of a job whose gradients are known, of DDP or of named tensors."""
 
     def __init__(self, target: str, group: dist.ProcessGroup, **options: Any) -> None:
-        self.model = Synthetic({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+        self.model = _model()
         self.target = target
         self.attach(group, {**OPTIONS, **options})
 
@@ -78,6 +86,14 @@ class _Job:
     def residuals(self) -> Tensors:
         found = own_residuals_of(self.compression)
         return {name: residual.view(SHAPES[name]) for name, residual in found.items()}
+
+
+def _equal(one: dict[str, Tensors], other: dict[str, Tensors]) -> bool:
+    """Whether two states are the same, bit for bit."""
+    pairs = ((mine, other[name][part]) for name, s in one.items() for part, mine in s.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs
+    )
 
 
 def _sum_over(tensors: Tensors, group: dist.ProcessGroup | None = None) -> Tensors:
@@ -157,6 +173,80 @@ def test_a_step_that_a_dead_process_has_broken_off(discards: bool) -> None:
         assert ended[rank].value, ended[rank].error
         for value in ended[rank].value.values():
             assert value == (0 if discards else 1)
+
+
+def _dies_in_attach(rank: int) -> bool:
+    """Process 1 dies once all have agreed, and has shared no factors. The others go on."""
+    job = _Job("ddp", world())
+    for i in range(3):
+        job.step(rank, i)
+    residuals = job.residuals()
+    if rank == 1:
+        core: Any = _C
+        make = core.BucketReducer
+
+        def dies(*arguments: Any) -> None:
+            make(*arguments).states.layers()  # returns once it has connected to the others
+            os._exit(1)
+
+        core.BucketReducer = dies
+    everyone = _group([0, 1, 2])
+    with pytest.raises(RuntimeError):
+        job.move(everyone)  # which also drops the former wrapper
+    job.move(_group([0, 2]))
+    assert all(torch.equal(r, residuals[name]) for name, r in job.residuals().items())
+    job.step(rank, 3)
+    return bool(job.compression.stats()["steps"] == 4)
+
+
+def test_a_process_that_dies_in_attach_costs_the_others_nothing() -> None:
+    ended = ranks.outcomes(3, _dies_in_attach, op_timeout=10, timeout=60)
+    assert ended[1].exitcode == 1
+    for rank in (0, 2):
+        assert ended[rank].value, ended[rank].error
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise ValueError("a fault of the test")
+
+
+@pytest.mark.parametrize("place", ["hook", "agree_with", "register", "follow", "check"])
+@on_ranks(2)
+def test_an_attach_that_fails_has_changed_nothing(rank: int, place: str) -> None:
+    job, twin = _Job("ddp", world()), _Job("ddp", world())
+    for i in range(3):
+        job.step(rank, i)
+        twin.step(rank, i)
+    group, before = _group([0, 1]), job.local()
+    start = tp.stats(group)["starts_at"]
+    ddp = DistributedDataParallel(_model(), process_group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        error = "a fault of the test"
+        if place == "hook":
+            error = "this DDP module already has a communication hook"
+            if rank == 1:  # the other one learns it
+                ddp.register_comm_hook(None, allreduce_hook)
+        else:
+            owners: list[Any] = [_C.ModelStates, DdpTarget, grad_scaler, reduction_checks]
+            owner = next(owner for owner in owners if hasattr(owner, place))
+            patch.setattr(owner, place, _fail)
+        for previous in (job.compression, None):
+            if previous is None and place == "agree_with":
+                continue  # nothing is shared
+            options, scaler = None if previous else OPTIONS, torch.amp.GradScaler("cpu")
+            with pytest.raises(ValueError, match=error):
+                tp.attach(ddp, options, scaler=scaler, previous=previous)
+    assert tp.stats(group)["starts_at"] == start > 1  # flat gradients are still compressed
+    assert _equal(job.local(), before)
+    outputs, expected = job.step(rank, 3), twin.step(rank, 3)
+    assert all(torch.equal(output, expected[name]) for name, output in outputs.items())
+    before = job.local()
+    if place == "hook":
+        ddp = DistributedDataParallel(_model(), process_group=group)
+    job.ddp, job.compression = ddp, tp.attach(ddp, previous=job.compression)
+    assert _equal(job.local(), before)
+    outputs, expected = job.step(rank, 4), twin.step(rank, 4)
+    assert all(torch.equal(output, expected[name]) for name, output in outputs.items())
 
 
 @on_ranks(2)

@@ -12,7 +12,11 @@
 examples/with_torchft.py is a whole program.
 """
 
-from torch_powersgd.integrations.torchft.ddp import DistributedDataParallel
-from torch_powersgd.integrations.torchft.process_group import ProcessGroupPowerSGD
+from torch_powersgd.integrations.torchft import versions
+
+versions.check()
+
+from torch_powersgd.integrations.torchft.ddp import DistributedDataParallel  # noqa: E402
+from torch_powersgd.integrations.torchft.process_group import ProcessGroupPowerSGD  # noqa: E402
 
 __all__ = ["DistributedDataParallel", "ProcessGroupPowerSGD"]

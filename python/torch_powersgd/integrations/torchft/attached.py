@@ -11,7 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
 import torch
@@ -27,7 +27,17 @@ from torch_powersgd.targets import DdpTarget, FsdpTarget, NamedTensors, Target, 
 if TYPE_CHECKING:
     from torchft.manager import Manager
 
-Leave = Callable[[], None]  # leaves the group after an error
+
+class Groups(Protocol):
+    """The manager's process group, which makes a group for each quorum."""
+
+    _pg: dist.ProcessGroup | None  # the group of the quorum
+
+    def _leave(self) -> None:
+        """Leaves it after an error."""
+
+    def _alone(self) -> dist.ProcessGroup:
+        """Returns a group of this process alone."""
 
 
 class Attached(ABC):
@@ -36,18 +46,18 @@ class Attached(ABC):
     A step is everything that the manager averages of them until its step count advances. Only its
     first backward pass is compressed, because a step of several could not be undone.
 
+    After an error they stay with the group that has ended, until the next quorum makes another. All
+    that needs no other replica goes on there.
+
     Args:
         target: The gradients.
         manager: The manager that averages them.
-        group: A group of this process alone.
-        leave: Function to call if an average has failed.
+        groups: The manager's process group.
     """
 
-    def __init__(
-        self, target: Target, manager: Manager, group: dist.ProcessGroup, leave: Leave
-    ) -> None:
-        self.manager, self.leave = manager, leave
-        self.compression = compress(target, None, group, register_hook=False)
+    def __init__(self, target: Target, manager: Manager, groups: Groups) -> None:
+        self.manager, self.groups = manager, groups
+        self.compression = compress(target, None, groups._alone(), register_hook=False)
         self.compression._apart = True
         self.step: int | None = None  # the manager's count at the step begun, until it is settled
         self.compresses = False  # whether the present pass is compressed
@@ -69,12 +79,24 @@ class Attached(ABC):
         target = self.target()
         if target is None or self.compression.ended:
             return
+        self.settle()
         reducer, _ = make_reducer(target, None, group, previous=self.compression)
         self.compression._go_on(reducer, group)
         self.moved()
-        self.settle()
+
+    def check_group(self) -> None:
+        """Raises an error in any other group than that of the quorum, so that the step is dropped.
+
+        The manager would divide a sum over fewer replicas by the number of all.
+        """
+        if self.compression.group is not self.groups._pg:
+            raise RuntimeError(
+                "the quorum's process group was aborted, or torchft made it in a way that "
+                "ProcessGroupPowerSGD doesn't know, so this step is dropped"
+            )
 
     def begin_pass(self) -> None:
+        self.check_group()
         self.compresses = self.step is None
         if self.compresses:
             self.step = self.manager.current_step()
@@ -117,7 +139,7 @@ class AttachedDdp(Attached):
         self.bucket = number
         if not self.compresses:
             return None
-        return Sum(self.leave, self.buckets.sum(module.reducer, number, tensor))
+        return Sum(self.groups._leave, self.buckets.sum(module.reducer, number, tensor))
 
     def settle(self) -> None:
         self.bucket = None
@@ -156,7 +178,7 @@ class AttachedShards(Attached):
         if not self.compresses:
             return None
         reducer = self.compression._reducer
-        return Sum(self.leave, reducer.reduce(bucket, tensor, parameters, divisor=1))
+        return Sum(self.groups._leave, reducer.reduce(bucket, tensor, parameters, divisor=1))
 
     def end_step(self) -> None:
         if self.in_pass and self.compresses:
@@ -194,7 +216,7 @@ class AttachedFragment(Attached):
         self.fragment = ref(fragment)
         self.names = [name for name, _ in fragment._model_fragment.named_parameters()]
         super().__init__(self._target(fragment), *others)
-        self.round = Sum(self.leave)
+        self.round = Sum(self.groups._leave)
         self.passed = 0  # the changes of the round that the manager has passed in, in order
 
     def target(self) -> Target | None:
@@ -211,7 +233,8 @@ class AttachedFragment(Attached):
             return None
         changes = fragment._grads
         if tensor is changes.get(self.names[0]):
-            self.round, self.passed = Sum(self.leave), 0
+            self.check_group()
+            self.round, self.passed = Sum(self.groups._leave), 0
         if self.passed == len(self.names) or tensor is not changes.get(self.names[self.passed]):
             return None
         self.passed += 1
@@ -254,9 +277,9 @@ class Sum(dist._Work):
         work: The sum, if it has begun.
     """
 
-    def __init__(self, leave: Leave, work: dist.Work | None = None) -> None:
+    def __init__(self, leave: Callable[[], None], work: dist.Work | None = None) -> None:
         super().__init__()
-        self._leave: Leave | None = leave
+        self._leave: Callable[[], None] | None = leave
         self._work: dist.Work | None = None
         if work is not None:
             self.begin(work)

@@ -116,19 +116,9 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
     def _attach(self, kind: Callable[..., Attached], *given: Any) -> Compression:
         if self._pg is not None:
             raise ValueError("call attach before the manager's first quorum")
-        attached = kind(*given, self._alone(), self._leave)
+        attached = kind(*given, self)
         self._attached.append(attached)
         return attached.compression
-
-    def configure(self, *arguments: Any, **named: Any) -> None:
-        """Makes the group of a new quorum, and moves to it what is attached."""
-        try:
-            super().configure(*arguments, **named)
-            for attached in self._attached:
-                attached.move(self.parent)
-        except Exception:
-            self._leave()
-            raise
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> dist.Work:
         """Sums the tensors over the replicas, compressed if they are attached."""
@@ -148,8 +138,6 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
         group, self._pg = self._pg, None
         if group is not None:
             group.abort()
-        for attached in self._attached:
-            attached.move(self._alone())
 
     def _alone(self) -> dist.ProcessGroup:
         return _make_group(HashStore(), 0, 1, self._timeout, self._options)
@@ -164,7 +152,20 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
         return "torchft-powersgd"
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> dist.ProcessGroup:
-        return _make_group(store, rank, world_size, self._timeout, self._options)
+        """Makes the group of a new quorum, and moves to it what is attached.
+
+        torchft calls it whenever the quorum changes: from ``configure`` in 0.2.0, and from
+        ``reconfigure`` since the nightly of 2026-10-01.
+        """
+        group = _make_group(store, rank, world_size, self._timeout, self._options)
+        self._pg = group  # which abort() then ends, even while this waits for the others
+        try:
+            for attached in self._attached:
+                attached.move(group)
+        except BaseException:
+            self._leave()
+            raise
+        return group
 
 
 def _make_group(
