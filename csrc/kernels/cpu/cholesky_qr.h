@@ -120,7 +120,7 @@ struct FactorMatrix {
   }
 
   // transform = the inverse of the Cholesky factor, row by row from the last:
-  // T_i = (e_i - sum over k > i of R_ik T_k) / R_ii. The rows and columns of dead columns get zeros.
+  // T_i = (e_i - sum over k > i of R_ik T_k) / R_ii. Dead columns get zeros.
   void invert() const {
     const int64_t stride = space.layout.stride;
     for (int64_t i = rank - 1; i >= 0; --i) {

@@ -24,8 +24,8 @@ __device__ __forceinline__ PivotLimits pivot_limits(const Bucket& bucket, int pa
 // calls it, a lane per row, because block barriers would take longer than everything else. factor[j
 // * R + i] becomes L[i][j], j < i, and reciprocal[j] 1 / L[j][j], or 0 if column j is dead; it then
 // takes no further part. `weak` becomes 1 if a live pivot is weak, else 0. It and all arrays lie in
-// shared memory. `column` has room for two columns, without the elements that are done, so that they
-// are loaded in pairs.
+// shared memory. `column` has room for two columns, without the elements that are done, so that
+// they are loaded in pairs.
 template <int R, typename F>
 __device__ __forceinline__ void factorize(const Bucket& bucket, const double* gram, int rank,
                                           int pass, double* column, double* factor,

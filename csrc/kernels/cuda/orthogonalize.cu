@@ -8,16 +8,16 @@
 //      tile adds the tiles' Gram matrices of its matrix in their order and factorizes the sum,
 //      G = L L^T. The matrix is small, and cheaper to factorize again than to wait for. The block
 //      then solves p_hat L^T = P for its rows, one row per thread at a time, in double.
-//   3. If a pivot was weak (numerics.h), the block computes the Gram matrix of its new rows. Another
-//      block for each tile goes on as in 2.
+//   3. If a pivot was weak (numerics.h), the block computes the Gram matrix of its new rows.
+//      Another block for each tile goes on as in 2.
 //   4. The same, for the last time.
 // Where there is no need for 3. and 4., their blocks end once enough tiles have said so.
 //
 // The rows are few and the launch is a chain of waits. So what does not depend on other blocks is
 // loaded before the wait for them, barriers are few, and one warp factorizes.
 //
-// A dead column of p_hat is 0. So is the row of Q that follows from it, which tells reconstruct. Each
-// row of p_hat depends on that row of P alone, so rows of zeros stay zeros.
+// A dead column of p_hat is 0. So is the row of Q that follows from it, which tells reconstruct.
+// Each row of p_hat depends on that row of P alone, so rows of zeros stay zeros.
 //
 // Fukaya, Nakatsukasa, Yanagisawa, Yamamoto, "CholeskyQR2: a simple and communication-avoiding
 // algorithm" (ScalA 2014). A double Gram matrix of float columns leaves an error of 1e-16 times the

@@ -74,8 +74,8 @@ __device__ inline void invert(const PlainArrays& arrays, int64_t rank) {
   __syncthreads();
 }
 
-// p_hat = x times the inverse. x may be p_hat: the last column needs all others, and is the first to
-// be written.
+// p_hat = x times the inverse. x may be p_hat: the last column needs all others, and is the first
+// to be written.
 template <typename F>
 __device__ void apply_inverse(const Matrix& matrix, const TallFactor<F>& x,
                               const PlainArrays& arrays) {

@@ -251,8 +251,8 @@ TEST_P(Step, FirstStepMayBeBad) {
   for (const double value : world.step(gradients(2, 1))) ASSERT_TRUE(std::isfinite(value));
 }
 
-// A step without a gradient costs little of the warm start. With singular values 4^-i, the output of
-// rank 3 that follows is off by less than twice the best one, 4^-3 of the norm.
+// A step without a gradient costs little of the warm start. With singular values 4^-i, the output
+// of rank 3 that follows is off by less than twice the best one, 4^-3 of the norm.
 TEST_P(Step, ZeroGradientGivesZeroAndSparesQ) {
   const Part part{40, 48, 3};
   BucketSpec spec{{part}};
