@@ -13,7 +13,7 @@
 //
 //   project        M = S_new / S_old * (memory - p_hat q_local) + G ; memory = M ; P = M q_warm^T
 //   (the caller sums the P payload over the ranks)
-//   orthogonalize  p_hat = orth(P)
+//   orthogonalize  p_hat = orth(P), where columns that depend on those before them are 0
 //   back_project   q_local = p_hat^T M, also written to the Q payload
 //   (the caller sums the Q payload over the ranks)
 //   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm ;
@@ -29,6 +29,9 @@
 //     bits on any instruction set of one device type, because all ranks must agree on their
 //     results.
 //   - Products are accumulated in the factor dtype (float; double for double gradients).
+//   - A row of G that is 0 on all ranks, and was so in all steps, becomes exactly 0.
+//   - If a row of Q is 0, its row of q_warm moves half way to a random direction (kernels/shared/
+//     redraw.h).
 //   - project packs the raw segments into the P payload. There it also writes which matrices this
 //     rank has used, and whether the gradient has non-finite elements.
 //   - project reads the S_old of each matrix from its memory_units. It writes S_new there once all
@@ -56,7 +59,7 @@ struct Matrix {
   int64_t p_offset;         // [rows, rank] in Bucket::p_payload
   int64_t q_offset;         // [rank, cols] in Bucket::q_payload
   void* memory;   // [rows, cols] residual dtype: M. Null: no error feedback, M is G itself
-  void* p_hat;    // [rows, rank]: orthonormal columns. 0 before the first step
+  void* p_hat;    // [rows, rank]: columns that are orthonormal or 0. 0 before the first step
   void* q_local;  // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
   void* q_warm;   // [rank, cols]: the factor that the next project multiplies by (Q transposed)
   uint64_t random_id;       // names the matrix to the random generator, the same on all ranks

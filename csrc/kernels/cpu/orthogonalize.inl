@@ -6,16 +6,13 @@
 //   1. The Gram matrices are summed in double, in parts that are fixed ranges of rows.
 //   2. The transforms follow from them (cholesky_qr.h).
 //   3. p_hat = P transform, row by row in double. Later passes start from p_hat instead of P.
-// A dead column is replaced by a random direction, and the next pass makes it orthogonal to the
-// others.
+// A dead column of p_hat is 0. So is the row of Q that follows from it, which tells reconstruct.
+// Each row of p_hat depends on that row of P alone, so rows of zeros stay zeros.
 //
 // All ranks must get the same bits: sums are taken in the order of the rows, which are never spread
 // over the lanes of a vector.
-#include <cmath>
-
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/cholesky_qr.h"
-#include "kernels/shared/philox.h"
 
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
@@ -51,30 +48,11 @@ POWERSGD_TILE_FUNCTION inline void add_gram_tile(const Matrix& matrix, const Til
   }
 }
 
-// Replaces dead columns by random directions of about unit norm, which differ in each pass. A
-// column that is still dead in the last pass has no direction left to take (more columns than rows)
-// and stays 0.
-template <class F>
-inline void replace_dead(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
-                         const TallFactor<F>& p_hat, const int32_t* dead, int pass) {
-  const double scale = std::sqrt(3.0 / static_cast<double>(matrix.rows));
-  for (int64_t k = 0; k < matrix.rank; ++k) {
-    if (dead[k] == 0) continue;
-    const uint32_t column = replacement_number(k, pass);
-    for (int64_t row = tile.row_begin; row < tile.row_end; ++row) {
-      const float element =
-          random_element(bucket.seed, matrix.random_id, bucket.state->step, RandomUse::kDeadColumn,
-                         column, static_cast<uint64_t>(row));
-      p_hat.at(row, k) = static_cast<F>(element * scale);
-    }
-  }
-}
-
 // p_hat = source transform, in the rows of a tile.
 template <class F>
-POWERSGD_TILE_FUNCTION inline void transform_tile(const Bucket& bucket, const Matrix& matrix,
-                                                  const Tile& tile, const TallFactor<F>& source,
-                                                  const FactorSpace& space, int pass) {
+POWERSGD_TILE_FUNCTION inline void transform_tile(const Matrix& matrix, const Tile& tile,
+                                                  const TallFactor<F>& source,
+                                                  const FactorSpace& space) {
   const int64_t rank = matrix.rank;
   const int64_t stride = space.layout.stride;
   const TallFactor<F> p_hat = p_hat_of<F>(matrix);
@@ -91,7 +69,6 @@ POWERSGD_TILE_FUNCTION inline void transform_tile(const Bucket& bucket, const Ma
       }
     }
   }
-  if (pass + 1 < kMaxPasses) replace_dead(bucket, matrix, tile, p_hat, space.dead, pass);
 }
 
 template <class F>
@@ -152,7 +129,7 @@ class Orthogonalizer {
       if (!takes_part(factor, pass)) return;
       const Matrix& matrix = bucket_.matrices[tile.item];
       if (out_of_use<F>(bucket_, matrix)) return;
-      transform_tile(bucket_, matrix, tile, source(matrix, pass), factor, pass);
+      transform_tile(matrix, tile, source(matrix, pass), factor);
     });
   }
 

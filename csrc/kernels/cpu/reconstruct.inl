@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// reconstruct: G = (output_scale * p_hat) Q ; q_warm = the rows of Q at unit norm.
+// reconstruct: G = (output_scale * p_hat) Q ; q_warm = the rows of Q at unit norm, or half random.
 //
 //   1. The norm of each row of Q is computed in double. A norm that is not finite skips the step.
 //   2. G is written block by block as in project, and so are the raw segments, which the reduction
@@ -17,6 +17,7 @@
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/cpu/with_storage.h"
+#include "kernels/shared/redraw.h"
 #include "kernels/shared/steps.h"
 
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
@@ -76,8 +77,16 @@ inline bool norms_are_finite(const Bucket& bucket, const ParallelFor& parallel_f
   });
 }
 
-// Writes q_warm and q_norms. A zero row of Q leaves q_warm's row unchanged, because its direction
-// would be lost for good.
+// The row of q_warm whose row of Q is zero.
+template <class F>
+inline void redraw_row(const Bucket& bucket, const Matrix& matrix, int64_t row, F* q_warm) {
+  const float scale = unit_row_scale(matrix.cols);
+  for (int64_t j = 0; j < matrix.cols; ++j) {
+    q_warm[j] = redrawn(bucket, matrix, row, j, scale, q_warm[j]);
+  }
+}
+
+// Writes q_warm and q_norms.
 template <class F>
 inline void update_warm_start(const Bucket& bucket, const ParallelFor& parallel_for) {
   for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
@@ -86,9 +95,10 @@ inline void update_warm_start(const Bucket& bucket, const ParallelFor& parallel_
     if (out_of_use<F>(bucket, matrix)) return;
     const double norm = std::sqrt(*slot_pointer<double>(bucket, tile.slot));
     if (matrix.q_norms != nullptr) matrix.q_norms[tile.row_begin] = norm;
-    if (norm == 0) return;
+    F* q_warm = static_cast<F*>(matrix.q_warm) + offset;
+    if (norm == 0) return redraw_row(bucket, matrix, tile.row_begin, q_warm);
     const F* row = elements<F>(bucket.q_payload, matrix.q_offset) + offset;
-    scale_row_of_q(row, matrix.cols, 1 / norm, static_cast<F*>(matrix.q_warm) + offset);
+    scale_row_of_q(row, matrix.cols, 1 / norm, q_warm);
   });
 }
 

@@ -108,16 +108,14 @@ class Builder {
     }
   }
 
-  // A matrix has the plans of its passes, and then its tiles' Gram matrices. At a high rank it has
-  // the arrays of the plain way.
+  // A matrix has its tiles' Gram matrices, or at a high rank the arrays of the plain way.
   void add_orthogonalize() {
     for (size_t i = 0; i < matrices_.size(); ++i) {
       const Matrix& matrix = matrices_[i];
       const int64_t rows = orthogonalize_rows(matrix.rows, matrix.rank);
       const int64_t parts = matrix.rank > 0 ? ceil_div(matrix.rows, rows) : 0;
-      const int64_t slot = take(matrix.rank > kMaxFastRank
-                                    ? plain_slots(matrix.rank)
-                                    : pass_plan_slots() + 2 * parts * gram_slots(matrix.rank));
+      const int64_t slot = take(matrix.rank > kMaxFastRank ? plain_slots(matrix.rank)
+                                                           : 2 * parts * gram_slots(matrix.rank));
       for (int64_t part = 0; part < parts; ++part)
         set_part(add(kOrthogonalizeTiles, TileKind::kMatrix, static_cast<int32_t>(i),
                      {part * rows, std::min(part * rows + rows, matrix.rows)}, {0, matrix.rank}),

@@ -80,16 +80,9 @@ POWERSGD_HOST_DEVICE inline int64_t triangle(int64_t rank) { return rank * (rank
 POWERSGD_HOST_DEVICE inline int64_t gram_slots(int64_t rank) {
   return slots(triangle(rank) * int64_t{sizeof(double)});
 }
-// What one pass over a matrix tells the next.
-struct PassPlan {
-  int32_t order[kMaxFastRank];  // of the columns, in which they are orthogonalized
-};
-POWERSGD_HOST_DEVICE inline int64_t pass_plan_slots() {
-  return slots(kMaxPasses * int64_t{sizeof(PassPlan)});
-}
-// The arrays of the plain way: the Gram matrix, its inverse, and four numbers per column.
+// The arrays of the plain way: the Gram matrix, its inverse, and two numbers per column.
 POWERSGD_HOST_DEVICE inline int64_t plain_slots(int64_t rank) {
-  return slots((2 * rank * rank + 4 * rank) * int64_t{sizeof(double)});
+  return slots((2 * rank * rank + 2 * rank) * int64_t{sizeof(double)});
 }
 
 }  // namespace powersgd::kernels::cuda

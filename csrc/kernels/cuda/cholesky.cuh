@@ -8,12 +8,6 @@
 
 namespace powersgd::kernels::cuda {
 
-// The pivots that a Cholesky factorization found.
-struct Pivots {
-  int32_t dead;  // 1: a column depends on those before it
-  int32_t weak;  // 1: a pivot has lost too many of its digits
-};
-
 // The pivots below which a column is dead, or weak. The first pass compares with the trace
 // (threshold), later ones with the column's own square (own_threshold).
 struct PivotLimits {
@@ -29,12 +23,13 @@ __device__ __forceinline__ PivotLimits pivot_limits(const Bucket& bucket, int pa
 // The Cholesky factor L of a Gram matrix, whose lower triangle lies row by row in `gram`. One warp
 // calls it, a lane per row, because block barriers would take longer than everything else. factor[j
 // * R + i] becomes L[i][j], j < i, and reciprocal[j] 1 / L[j][j], or 0 if column j is dead; it then
-// takes no further part. All arrays and `pivots` lie in shared memory. `column` has room for two
-// columns, without the elements that are done, so that they are loaded in pairs.
+// takes no further part. `weak` becomes 1 if a live pivot is weak, else 0. It and all arrays lie in
+// shared memory. `column` has room for two columns, without the elements that are done, so that
+// they are loaded in pairs.
 template <int R, typename F>
 __device__ __forceinline__ void factorize(const Bucket& bucket, const double* gram, int rank,
                                           int pass, double* column, double* factor,
-                                          double* reciprocal, Pivots* pivots) {
+                                          double* reciprocal, int32_t* weak) {
   const int lane = lane_id();
   const double* const row = gram + lane * (lane + 1) / 2;
   // The row's elements from column j on, so that the loop below need not be unrolled.
@@ -43,7 +38,7 @@ __device__ __forceinline__ void factorize(const Bucket& bucket, const double* gr
   for (int k = 0; k < R; ++k) a[k] = k <= lane && lane < rank ? row[k] : 0;
   const double square = lane < rank ? row[lane] : 0;
   const PivotLimits limits = pivot_limits<F>(bucket, pass, warp_sum(square));
-  Pivots found{0, 0};
+  bool found = false;
   POWERSGD_NO_UNROLL
   for (int j = 0; j < rank; ++j) {
     const double pivot = __shfl_sync(kAllLanes, a[0], j);
@@ -56,14 +51,13 @@ __device__ __forceinline__ void factorize(const Bucket& bucket, const double* gr
     if (lane > j) next[lane - j - 1] = below;
     if (lane > j && lane < R) factor[j * R + lane] = below;
     if (lane == 0) reciprocal[j] = scale;
-    if (dead) found.dead = 1;
-    if (pivot < limits.weak * own) found.weak = 1;
+    found = found || (!dead && pivot < limits.weak * own);
     __syncwarp();
     // What lies beyond the column has no effect on what is used.
     POWERSGD_UNROLL
     for (int k = 1; k < R; ++k) a[k - 1] = a[k] - below * next[k - 1];
   }
-  if (lane == 0) *pivots = found;
+  if (lane == 0) *weak = found ? 1 : 0;
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -63,12 +63,10 @@ __device__ __forceinline__ void multiply_panels(const TallFactor<F>& x, int64_t 
   }
 }
 
-// The lane's column in a panel. Column c of the product is column order[c] of X, or c itself.
-__device__ __forceinline__ int64_t column_in_panel(int64_t panel, int64_t rank,
-                                                   const int32_t* order) {
+// The lane's column in a panel.
+__device__ __forceinline__ int64_t column_in_panel(int64_t panel, int64_t rank) {
   const int64_t column = panel * kPanel + lane_id() / 4;
-  if (column >= rank) return -1;
-  return order == nullptr ? column : order[column];
+  return column < rank ? column : -1;
 }
 
 // The lower triangle of X^T X over rows [begin, end) of X, at ranks up to R: element (i, j) to
@@ -81,12 +79,11 @@ constexpr size_t kGramSharedBytes = sizeof(double) * kWarps * kGramElements<R>;
 
 template <int R, typename F, typename Out>
 __device__ __forceinline__ void gram(const TallFactor<F>& x, int64_t begin, int64_t end,
-                                     int64_t rank, const int32_t* order, double* shared,
-                                     const Out& out) {
+                                     int64_t rank, double* shared, const Out& out) {
   constexpr int kPanels = (R + kPanel - 1) / kPanel;
   int64_t column[kPanels];
   POWERSGD_UNROLL
-  for (int i = 0; i < kPanels; ++i) column[i] = column_in_panel(i, rank, order);
+  for (int i = 0; i < kPanels; ++i) column[i] = column_in_panel(i, rank);
   double sum[kProducts<kPanels>][2] = {};
   multiply_panels(x, begin + warp_id() * kRowsPerStep, end, kWarps * kRowsPerStep, column, sum);
   POWERSGD_UNROLL
@@ -111,14 +108,12 @@ __device__ __forceinline__ void gram(const TallFactor<F>& x, int64_t begin, int6
 
 // The same over all rows of X, at any rank. Each warp forms one product at a time.
 template <typename F, typename Out>
-__device__ void gram_plainly(const TallFactor<F>& x, int64_t rows, int64_t rank,
-                             const int32_t* order, const Out& out) {
+__device__ void gram_plainly(const TallFactor<F>& x, int64_t rows, int64_t rank, const Out& out) {
   int64_t left = 0, right = warp_id();  // panels of the product's rows and columns
   while (true) {
     while (right > left) right -= ++left;
     if (left * kPanel >= rank) break;
-    const int64_t column[2] = {column_in_panel(right, rank, order),
-                               column_in_panel(left, rank, order)};
+    const int64_t column[2] = {column_in_panel(right, rank), column_in_panel(left, rank)};
     double sum[kProducts<2>][2] = {};
     multiply_panels(x, 0, rows, kRowsPerStep, column, sum);
     POWERSGD_UNROLL

@@ -8,14 +8,16 @@
 //      tile adds the tiles' Gram matrices of its matrix in their order and factorizes the sum,
 //      G = L L^T. The matrix is small, and cheaper to factorize again than to wait for. The block
 //      then solves p_hat L^T = P for its rows, one row per thread at a time, in double.
-//   3. If a column was dead or a pivot weak (numerics.h), dead columns have become random, and the
-//      block computes the Gram matrix of its new rows. Another block for each tile goes on as in 2.
-//      The dead columns come last, so that they are made orthogonal to the live ones.
+//   3. If a pivot was weak (numerics.h), the block computes the Gram matrix of its new rows.
+//      Another block for each tile goes on as in 2.
 //   4. The same, for the last time.
 // Where there is no need for 3. and 4., their blocks end once enough tiles have said so.
 //
 // The rows are few and the launch is a chain of waits. So what does not depend on other blocks is
 // loaded before the wait for them, barriers are few, and one warp factorizes.
+//
+// A dead column of p_hat is 0. So is the row of Q that follows from it, which tells reconstruct.
+// Each row of p_hat depends on that row of P alone, so rows of zeros stay zeros.
 //
 // Fukaya, Nakatsukasa, Yanagisawa, Yamamoto, "CholeskyQR2: a simple and communication-avoiding
 // algorithm" (ScalA 2014). A double Gram matrix of float columns leaves an error of 1e-16 times the
@@ -42,7 +44,7 @@ __device__ __forceinline__ void check_matrix(const Bucket& bucket, const Tile& t
   const TallFactor<F> p = p_of<F>(bucket, matrix);
   bool bad = false;
   if (matrix.rank <= kMaxFastRank) {
-    bad = gram_of_tile<R>(bucket, matrix, tile, p, nullptr, 0);
+    bad = gram_of_tile<R>(bucket, matrix, tile, p, 0);
   } else {
     const int64_t end = tile.row_end * matrix.rank;
     for (int64_t i = tile.row_begin * matrix.rank + threadIdx.x; i < end; i += kThreads)
@@ -60,19 +62,10 @@ __device__ __forceinline__ bool run_pass(const Bucket& bucket, const Matrix& mat
   if (kAnyRank && matrix.rank > kMaxFastRank) {
     if (skip) return false;
     orthogonalize_plainly<F>(bucket, matrix, slot_pointer<double>(bucket, tile.slot),
-                             &shared()->pivots);
+                             &shared()->weak);
     return false;
   }
   return orthogonalize_tile<R, F>(bucket, matrix, tile, rows, pass, skip);
-}
-
-// Each block of a matrix finds the same, and one says so.
-__device__ __forceinline__ void plan_next_pass(const Bucket& bucket, const Matrix& matrix,
-                                               const Tile& tile, int pass, uint64_t number) {
-  if (tile.part != 0) return;
-  if (threadIdx.x == 0) raise_to(&bucket.counters[tile.counter + 1], number + 1);
-  if (threadIdx.x < matrix.rank)
-    pass_plan(bucket, tile, pass + 1).order[threadIdx.x] = shared()->next_order[threadIdx.x];
 }
 
 // The minimum number of resident blocks. Those of 2. should be resident when 1. ends, but none may
@@ -124,7 +117,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R, F>)
   }
   const bool again = run_pass<R, kAnyRank, F>(bucket, matrix, tile, rows, pass, skip || unused);
   if (index == 0 && threadIdx.x == 0) bucket.state->skipped = skip ? 1 : 0;
-  if (again) plan_next_pass(bucket, matrix, tile, pass, number);
+  // Each block of a matrix finds the same, and one says so.
+  if (again && tile.part == 0 && threadIdx.x == 0)
+    raise_to(&bucket.counters[tile.counter + 1], number + 1);
   // The last pass of a matrix counts for those that are not needed, so that their blocks end
   // without another wait.
   post(passes, again ? 1 : static_cast<uint64_t>(kMaxPasses - pass));

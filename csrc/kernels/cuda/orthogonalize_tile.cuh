@@ -2,9 +2,9 @@
 #pragma once
 
 #include "kernels/cuda/cholesky.cuh"
-#include "kernels/cuda/columns.cuh"
 #include "kernels/cuda/gram.cuh"
 #include "kernels/cuda/grid.cuh"
+#include "kernels/cuda/payload.cuh"
 #include "kernels/cuda/staged_rows.cuh"
 
 // One pass of orthogonalize over a tile of rows, at ranks up to kMaxFastRank. The phases are those
@@ -14,8 +14,7 @@ namespace powersgd::kernels::cuda {
 
 struct alignas(16) Shared {
   Ticket ticket;
-  Pivots pivots;
-  int32_t order[kMaxFastRank], next_order[kMaxFastRank];
+  int32_t weak;  // 1: a pivot of the pass has lost too many of its digits
 };
 
 // What phase 2 has in shared memory.
@@ -43,22 +42,18 @@ __device__ __forceinline__ SolveArrays<R, F>& solve_arrays() {
 // own, because a block may be a pass ahead of another.
 __device__ __forceinline__ double* partial_gram(const Bucket& bucket, const Matrix& matrix,
                                                 const Tile& tile, int64_t part, int pass) {
-  return slot_pointer<double>(bucket, tile.slot + pass_plan_slots() +
-                                          (pass % 2 * tile.parts + part) * gram_slots(matrix.rank));
-}
-
-__device__ __forceinline__ PassPlan& pass_plan(const Bucket& bucket, const Tile& tile, int pass) {
-  return slot_pointer<PassPlan>(bucket, tile.slot)[pass];
+  return slot_pointer<double>(bucket,
+                              tile.slot + (pass % 2 * tile.parts + part) * gram_slots(matrix.rank));
 }
 
 // Phase 1 and 3. Returns true if an element is not finite: it has a square that is not.
 template <int R, typename F>
 __device__ bool gram_of_tile(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
-                             const TallFactor<F>& x, const int32_t* order, int pass) {
+                             const TallFactor<F>& x, int pass) {
   double* const partial = partial_gram(bucket, matrix, tile, tile.part, pass);
   bool bad = false;
-  gram<R>(x, tile.row_begin, tile.row_end, matrix.rank, order,
-          reinterpret_cast<double*>(shared() + 1), [&](int row, int column, double value) {
+  gram<R>(x, tile.row_begin, tile.row_end, matrix.rank, reinterpret_cast<double*>(shared() + 1),
+          [&](int row, int column, double value) {
             partial[row * (row + 1) / 2 + column] = value;
             bad = bad || !is_finite(value);
           });
@@ -138,16 +133,15 @@ __device__ __forceinline__ void solve_row(const double* factor, const double* re
 template <int R, typename F>
 __device__ __forceinline__ void solve_own_row(int rank, const StagedRows<R, F>& rows) {
   const SolveArrays<R, F>& arrays = solve_arrays<R, F>();
-  const int32_t* const order = shared()->order;
   double x[R] = {};
   POWERSGD_UNROLL
   for (int j = 0; j < R; ++j) {
-    if (j < rank) x[j] = static_cast<double>(rows.own(order[j]));
+    if (j < rank) x[j] = static_cast<double>(rows.own(j));
   }
   solve_row<R>(arrays.factor, arrays.reciprocal, rank, x);
   POWERSGD_UNROLL
   for (int j = 0; j < R; ++j) {
-    if (j < rank) rows.own(order[j]) = static_cast<F>(x[j]);
+    if (j < rank) rows.own(j) = static_cast<F>(x[j]);
   }
 }
 
@@ -166,46 +160,23 @@ __device__ __forceinline__ void solve_rows(const Bucket& bucket, const Matrix& m
   }
 }
 
-// Dead columns become random. This is rare: what it needs is loaded again, not held in registers.
-template <typename F>
-__device__ __forceinline__ void replace_dead(const Bucket& bucket, const Tile& tile,
-                                             const double* reciprocal, int pass) {
-  const Matrix matrix = bucket.matrices[tile.item];
-  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
-  __syncthreads();  // the solution had zeros there
-  for (int j = 0; j < matrix.rank; ++j) {
-    if (reciprocal[j] != 0) continue;
-    const int32_t column = shared()->order[j];
-    for (int64_t row = tile.row_begin + threadIdx.x; row < tile.row_end; row += kThreads)
-      p_hat.at(row, column) = replacement<F>(bucket, matrix, pass, column, row);
-  }
-}
-
 // Phases 2 to 4 for one tile. Returns true if another pass is needed. See solve_rows on `rows`.
 template <int R, typename F>
 __device__ __forceinline__ bool orthogonalize_tile(const Bucket& bucket, const Matrix& matrix,
                                                    const Tile& tile, StagedRows<R, F>& rows,
                                                    int pass, bool skip) {
   SolveArrays<R, F>& arrays = solve_arrays<R, F>();
-  if (threadIdx.x < matrix.rank)
-    shared()->order[threadIdx.x] = pass == 0 ? static_cast<int32_t>(threadIdx.x)
-                                             : pass_plan(bucket, tile, pass).order[threadIdx.x];
   sum_gram<R>(bucket, matrix, tile, pass, arrays.scratch, arrays.gram);
   __syncthreads();
   if (skip) return false;  // not earlier, because this has only just been loaded
   if (warp_id() == 0)
     factorize<R, F>(bucket, arrays.gram, static_cast<int>(matrix.rank), pass, arrays.scratch,
-                    arrays.factor, arrays.reciprocal, &shared()->pivots);
+                    arrays.factor, arrays.reciprocal, &shared()->weak);
   __syncthreads();
   solve_rows(bucket, matrix, rows, pass);
-  if (shared()->pivots.dead != 0) replace_dead<F>(bucket, tile, arrays.reciprocal, pass);
-  const bool again =
-      (shared()->pivots.dead != 0 || shared()->pivots.weak != 0) && pass + 1 < kMaxPasses;
-  if (!again) return false;
-  if (threadIdx.x == 0)
-    live_first(arrays.reciprocal, shared()->order, matrix.rank, shared()->next_order);
+  if (shared()->weak == 0 || pass + 1 == kMaxPasses) return false;
   __syncthreads();
-  gram_of_tile<R>(bucket, matrix, tile, p_hat_of<F>(matrix), shared()->next_order, pass + 1);
+  gram_of_tile<R>(bucket, matrix, tile, p_hat_of<F>(matrix), pass + 1);
   return true;
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels/cuda/cholesky.cuh"
-#include "kernels/cuda/columns.cuh"
 #include "kernels/cuda/gram.cuh"
 
 // The plain way to orthogonalize: one block does all of a matrix. It serves ranks above
@@ -16,22 +15,18 @@ struct PlainArrays {
   double* inverse;  // [rank, rank]: the transposed inverse of that, upper triangular
   double* reciprocal;
   double* square;
-  int32_t* map;   // position in the order of orthogonalization -> column
-  int32_t* next;  // the map of the next pass
 
   __device__ PlainArrays(double* base, int64_t rank)
       : gram(base),
         inverse(base + rank * rank),
         reciprocal(inverse + rank * rank),
-        square(reciprocal + rank),
-        map(reinterpret_cast<int32_t*>(square + rank)),
-        next(map + rank) {}
+        square(reciprocal + rank) {}
 };
 
 // Column j of the Cholesky factor, by one warp, because square roots and divisions in double are
 // slow on SMs with two FP64 units.
 __device__ inline void finish_column(double* a, double* inverse, const double* square, int n, int j,
-                                     const PivotLimits& limits, Pivots* pivots) {
+                                     const PivotLimits& limits, int32_t* weak) {
   const int lane = static_cast<int>(threadIdx.x);
   const double pivot = a[j * n + j];
   const bool dead = !(pivot > limits.threshold && pivot > limits.own_threshold * square[j]);
@@ -39,23 +34,22 @@ __device__ inline void finish_column(double* a, double* inverse, const double* s
   for (int i = j + 1 + lane; i < n; i += kWarpSize) a[i * n + j] *= scale;
   if (lane != 0) return;
   inverse[j] = scale;
-  if (dead) pivots->dead = 1;
-  if (pivot < limits.weak * square[j]) pivots->weak = 1;
+  if (!dead && pivot < limits.weak * square[j]) *weak = 1;
 }
 
 // The Cholesky factor L of a Gram matrix in place: a[i * rank + j], j <= i. inverse[j] becomes
-// 1 / L[j][j], or 0 if column j is dead; it then takes no further part. `pivots` lies in shared
-// memory.
+// 1 / L[j][j], or 0 if column j is dead; it then takes no further part. `weak`, in shared memory,
+// becomes 1 if a live pivot is weak, else 0.
 __device__ inline void cholesky(double* a, double* inverse, double* square, int64_t rank,
-                                const PivotLimits& limits, Pivots* pivots) {
+                                const PivotLimits& limits, int32_t* weak) {
   const int n = static_cast<int>(rank);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   for (int j = threadIdx.x; j < n; j += kThreads) square[j] = a[j * n + j];
-  if (threadIdx.x == 0) *pivots = {0, 0};
+  if (threadIdx.x == 0) *weak = 0;
   __syncthreads();
   for (int j = 0; j < n; ++j) {
-    if (warp == 0) finish_column(a, inverse, square, n, j, limits, pivots);
+    if (warp == 0) finish_column(a, inverse, square, n, j, limits, weak);
     __syncthreads();
     for (int i = j + 1 + warp; i < n; i += kWarps) {
       for (int k = j + 1 + lane; k <= i; k += kWarpSize)
@@ -80,24 +74,17 @@ __device__ inline void invert(const PlainArrays& arrays, int64_t rank) {
   __syncthreads();
 }
 
-// p_hat = x times the inverse, columns in the order of the map. x may be p_hat: the last column in
-// that order needs all others, and is the first to be written.
+// p_hat = x times the inverse. x may be p_hat: the last column needs all others, and is the first
+// to be written.
 template <typename F>
-__device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const TallFactor<F>& x,
-                              const PlainArrays& arrays, int pass) {
+__device__ void apply_inverse(const Matrix& matrix, const TallFactor<F>& x,
+                              const PlainArrays& arrays) {
   const TallFactor<F> p_hat = p_hat_of<F>(matrix);
   const int64_t rank = matrix.rank;
   for (int64_t row = threadIdx.x; row < matrix.rows; row += kThreads) {
-    for (int64_t position = rank - 1; position >= 0; --position) {
-      const int64_t column = arrays.map[position];
-      if (arrays.reciprocal[position] == 0) {
-        // Nothing live depends on a dead column.
-        p_hat.at(row, column) = replacement<F>(bucket, matrix, pass, column, row);
-        continue;
-      }
+    for (int64_t column = rank - 1; column >= 0; --column) {
       double sum = 0;
-      for (int64_t k = 0; k <= position; ++k)
-        sum += x.at(row, arrays.map[k]) * arrays.inverse[k * rank + position];
+      for (int64_t k = 0; k <= column; ++k) sum += x.at(row, k) * arrays.inverse[k * rank + column];
       p_hat.at(row, column) = static_cast<F>(sum);
     }
   }
@@ -107,40 +94,31 @@ __device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const 
 // One pass from x to p_hat. Returns true if another one is needed.
 template <typename F>
 __device__ bool pass_plainly(const Bucket& bucket, const Matrix& matrix, const TallFactor<F>& x,
-                             PlainArrays* arrays, int pass, Pivots* pivots) {
+                             const PlainArrays& arrays, int pass, int32_t* weak) {
   const int64_t rank = matrix.rank;
-  gram_plainly(x, matrix.rows, rank, arrays->map,
-               [&](int64_t i, int64_t j, double value) { arrays->gram[i * rank + j] = value; });
+  gram_plainly(x, matrix.rows, rank,
+               [&](int64_t i, int64_t j, double value) { arrays.gram[i * rank + j] = value; });
   double trace = 0;
-  for (int64_t i = 0; i < rank; ++i) trace += arrays->gram[i * rank + i];
+  for (int64_t i = 0; i < rank; ++i) trace += arrays.gram[i * rank + i];
   __syncthreads();
-  cholesky(arrays->gram, arrays->reciprocal, arrays->square, rank,
-           pivot_limits<F>(bucket, pass, trace), pivots);
-  invert(*arrays, rank);
-  apply_inverse<F>(bucket, matrix, x, *arrays, pass);
-  if (pivots->dead == 0 && pivots->weak == 0) return false;
-  if (threadIdx.x == 0) live_first(arrays->reciprocal, arrays->map, rank, arrays->next);
-  int32_t* const map = arrays->map;
-  arrays->map = arrays->next;
-  arrays->next = map;
-  __syncthreads();
-  return true;
+  cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank,
+           pivot_limits<F>(bucket, pass, trace), weak);
+  invert(arrays, rank);
+  apply_inverse<F>(matrix, x, arrays);
+  return *weak != 0;
 }
 
 // `workspace` has room for plain_slots(rank).
 template <typename F>
 __device__ __attribute__((noinline)) void orthogonalize_plainly(const Bucket& bucket,
                                                                 const Matrix& matrix,
-                                                                double* workspace, Pivots* pivots) {
-  PlainArrays arrays(workspace, matrix.rank);
-  for (int64_t i = threadIdx.x; i < matrix.rank; i += kThreads)
-    arrays.map[i] = static_cast<int32_t>(i);
-  __syncthreads();
+                                                                double* workspace, int32_t* weak) {
+  const PlainArrays arrays(workspace, matrix.rank);
   bool again = true;
   for (int pass = 0; again && pass < kMaxPasses; ++pass)
     again =
         pass_plainly<F>(bucket, matrix, pass == 0 ? p_of<F>(bucket, matrix) : p_hat_of<F>(matrix),
-                        &arrays, pass, pivots);
+                        arrays, pass, weak);
 }
 
 }  // namespace powersgd::kernels::cuda

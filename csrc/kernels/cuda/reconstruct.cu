@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// reconstruct: G = output_scale * p_hat Q, and q_warm = the rows of Q at unit norm.
+// reconstruct: G = output_scale * p_hat Q, and q_warm = the rows of Q at unit norm, or half random.
 //
 // One launch does all. Its blocks take tickets, in this order:
 //   1. A block for each part of a row of Q adds the squares of its elements in double, and notes
@@ -16,6 +16,7 @@
 #include "kernels/cuda/grid.cuh"
 #include "kernels/cuda/reconstruct_tile.cuh"
 #include "kernels/cuda/reduce.cuh"
+#include "kernels/shared/redraw.h"
 #include "kernels/shared/steps.h"
 
 namespace powersgd::kernels::cuda {
@@ -122,9 +123,19 @@ __device__ void clear_sent(const Matrix& matrix, const Tile& tile) {
   for (int64_t k = threadIdx.x; k < matrix.rank; k += kThreads) store_norm(matrix, tile, k, 0);
 }
 
-// q_warm at the columns of a tile, and q_norms. A zero row keeps what q_warm holds. After a skipped
-// step, or if the matrix is out of use, q_warm stays and q_local becomes 0. The tables are read
-// again, because keeping them during the product takes too many registers.
+// The same where row k of Q is zero.
+template <typename F>
+__device__ void redraw_row(const Bucket& bucket, const Matrix& matrix, const Tile& tile, int64_t k,
+                           int lane) {
+  F* const q_warm = static_cast<F*>(matrix.q_warm) + k * matrix.cols;
+  const float scale = unit_row_scale(matrix.cols);
+  for (int64_t col = tile.col_begin + lane; col < tile.col_end; col += kWarpSize)
+    q_warm[col] = redrawn(bucket, matrix, k, col, scale, q_warm[col]);
+}
+
+// q_warm at the columns of a tile, and q_norms. After a skipped step, or if the matrix is out of
+// use, q_warm stays and q_local becomes 0. The tables are read again, because keeping them during
+// the product takes too many registers.
 template <typename F>
 __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, bool skip) {
   const Tile tile = tile_of(tickets, *reinterpret_cast<const Ticket*>(shared_memory()));
@@ -147,7 +158,11 @@ __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, 
     __syncthreads();
     for (int i = threadIdx.x; i < rows * kWarpSize; i += kThreads) {
       const double scale = scales[i / kWarpSize];
-      if (scale > 0) warm_row<F>(bucket, matrix, tile, first + i / kWarpSize, i % kWarpSize, scale);
+      const int64_t k = first + i / kWarpSize;
+      if (scale > 0)
+        warm_row<F>(bucket, matrix, tile, k, i % kWarpSize, scale);
+      else
+        redraw_row<F>(bucket, matrix, tile, k, i % kWarpSize);
     }
   }
 }

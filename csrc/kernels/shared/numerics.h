@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "kernels/shared/host_device.h"
-#include "powersgd/options.h"
 
 // The constants of orthogonalize. Both devices use them, so both find the same columns dead.
 //
@@ -12,8 +11,8 @@
 
 namespace powersgd::kernels {
 
-// "Twice is enough" (Parlett, citing Kahan). The third pass serves random replacement columns that
-// happen to be nearly dependent themselves.
+// "Twice is enough" (Parlett, citing Kahan). The third pass serves columns in double, whose first
+// pass loses digits that they have.
 constexpr int kMaxPasses = 3;
 
 // A column is dead if its pivot is at or below this share of the trace, which is the rounding noise
@@ -29,11 +28,6 @@ constexpr double kWeakPivot = sizeof(F) == 8 ? 0.99 : 1e-8;
 // The share of the trace at or below which a pivot is dead in the first pass.
 POWERSGD_HOST_DEVICE inline double dead_share(double epsilon) {
   return epsilon > kDeadPivot ? epsilon : kDeadPivot;
-}
-
-// The number of the random column that replaces a dead one, different in each pass.
-POWERSGD_HOST_DEVICE inline uint32_t replacement_number(int64_t column, int pass) {
-  return static_cast<uint32_t>(column + pass * kMaxRank);
 }
 
 }  // namespace powersgd::kernels

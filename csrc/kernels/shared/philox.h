@@ -14,7 +14,7 @@
 namespace powersgd::kernels {
 
 // The use of a number is a part of the counter, so no two uses ever share a number.
-enum class RandomUse : uint32_t { kStart = 0, kDeadColumn = 1 };
+enum class RandomUse : uint32_t { kStart = 0, kZeroRow = 1 };
 
 struct Philox4 {
   uint32_t word[4];

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <set>
 #include <tuple>
 
 #include "kernels/fixtures/dtypes.h"
 #include "kernels/fixtures/kernel_test.h"
 #include "kernels/fixtures/reference.h"
+#include "kernels/shared/philox.h"
 
 namespace powersgd::test {
 namespace {
@@ -119,17 +122,50 @@ TEST_P(Reconstruct, WarmStartHasUnitRows) {
   }
 }
 
-TEST_P(Reconstruct, ZeroRowKeepsTheWarmStart) {
-  randomize_step(3);
-  const std::vector<Before> before = matrices_before();
-  bucket_.q_payload->set(Values(static_cast<size_t>(bucket_.bucket.q_numel)));
-  bucket_.run(Stage::kReconstruct);
-  EXPECT_EQ(bucket_.state().skipped, 0);
-  for (size_t i = 0; i < before.size(); ++i) {
-    EXPECT_EQ(bucket_.matrices[i].q_warm->get(), before[i].q_warm);
-    EXPECT_EQ(norm(bucket_.gradient_of(bucket_.matrices[i])), 0);
-    EXPECT_EQ(norm(bucket_.matrices[i].q_norms->get()), 0);
+// The next start of a zero row is half random, in numbers of about unit norm that all ranks draw
+// alike: by the seed, the matrix, the step, the row and the column.
+TEST_P(Reconstruct, ZeroRowIsDrawnAnew) {
+  std::set<float> drawn;
+  size_t count = 0;
+  for (const auto& [seed, step] : {std::pair<uint64_t, uint64_t>{5, 0}, {5, 1}, {6, 0}}) {
+    randomize_step(3);
+    const std::vector<Before> before = matrices_before();
+    bucket_.bucket.seed = seed;
+    bucket_.set_step(step);
+    Values q = bucket_.q_payload->get();
+    for (const DeviceMatrix& matrix : bucket_.matrices) {  // all but the first row
+      const auto begin = q.begin() + matrix.q_offset;
+      std::fill(begin + std::min<int64_t>(matrix.part.rank, 1) * matrix.part.cols,
+                begin + matrix.part.rank * matrix.part.cols, 0);
+    }
+    bucket_.q_payload->set(q);
+    bucket_.run(Stage::kReconstruct);
+    EXPECT_EQ(bucket_.state().skipped, 0);
+    for (size_t i = 0; i < before.size(); ++i) {
+      const Part& part = bucket_.matrices[i].part;
+      const double exponent = std::ceil(std::log2(static_cast<double>(part.cols) / 3) / 2);
+      const double scale = std::exp2(-std::max(exponent, 0.0));
+      const Values q_warm = bucket_.matrices[i].q_warm->get();
+      Checked expected;
+      for (int64_t k = 1; k < part.rank; ++k) {
+        for (int64_t j = 0; j < part.cols; ++j) {
+          const float random =
+              kernels::random_element(seed, 100 + i, step, kernels::RandomUse::kZeroRow,
+                                      static_cast<uint32_t>(k), static_cast<uint64_t>(j));
+          const double old = before[i].q_warm[static_cast<size_t>(k * part.cols + j)];
+          expected.value.push_back((old + scale * random) / 2);
+          expected.magnitude.push_back((std::fabs(old) + std::fabs(scale * random)) / 2);
+          drawn.insert(random);
+          ++count;
+        }
+      }
+      const auto size = static_cast<int64_t>(expected.value.size());
+      expect_close(DeviceBucket::slice(q_warm, part.numel() > 0 ? part.cols : 0, size), expected,
+                   roundoff());
+    }
   }
+  // No number is used twice. Of 2^24 values, chance repeats few.
+  EXPECT_GE(drawn.size(), count - count / 50);
 }
 
 // P and Q do not matter.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The outputs of attached DDP, step by step, against the class of docs/algorithm.md in float64.
 
-That shares no code with the core. Its orthonormal basis comes from Householder QR, the core's from
+That shares no code with the core. Its orthonormal basis comes from Gram-Schmidt, the core's from
 Cholesky QR. The outputs depend on the span of the basis alone, so they can be compared; the factors
 cannot.
 """

@@ -90,11 +90,10 @@ struct OrthogonalizeLayout {
   int64_t square;  // elements of one
   int64_t parts;   // partial Gram matrices
 
-  // [ transform | gram | diagonal | order and dead flags (int32) | state (64 bytes) | partial ... ]
+  // [ transform | gram | diagonal | state (64 bytes) | partial ... ]
   int64_t gram() const { return square; }
   int64_t diagonal() const { return 2 * square; }
-  int64_t order() const { return diagonal() + stride; }
-  int64_t state() const { return order() + stride; }
+  int64_t state() const { return diagonal() + stride; }
   int64_t partial(int64_t part) const { return state() + 8 + part * square; }
   int64_t bytes() const { return partial(parts) * static_cast<int64_t>(sizeof(double)); }
 };

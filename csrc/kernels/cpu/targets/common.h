@@ -33,6 +33,6 @@
 #include "kernels/shared/layout.h"
 #include "kernels/shared/numerics.h"
 #include "kernels/shared/packet_layout.h"
-#include "kernels/shared/philox.h"
+#include "kernels/shared/redraw.h"
 #include "kernels/shared/steps.h"
 #include "powersgd/kernels.h"

@@ -58,7 +58,7 @@ TEST(Philox, EveryArgumentMatters) {
       sample(1, 2, 1, RandomUse::kStart, 1, 0),
       sample(1, 1, 2, RandomUse::kStart, 1, 0),
       sample(1, 1, uint64_t{1} << 32 | 1, RandomUse::kStart, 1, 0),
-      sample(1, 1, 1, RandomUse::kDeadColumn, 1, 0),
+      sample(1, 1, 1, RandomUse::kZeroRow, 1, 0),
       sample(1, 1, 1, RandomUse::kStart, 2, 0),
       sample(1, 1, 1, RandomUse::kStart, 1, 8),
       sample(1, 1, 1, RandomUse::kStart, 1, uint64_t{1} << 32),
