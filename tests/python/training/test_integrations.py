@@ -84,13 +84,13 @@ def test_a_library_without_an_overridden_method_is_an_error() -> None:
         def _also_called(self) -> None: ...
         def _own(self) -> None: ...
 
-    class Doesnt(Fits):
+    class Misfit(Fits):
         def configure(self) -> None: ...
 
     with pytest.raises(ImportError, match=r"fit lightning .*: Fits has no configure\. .*=="):
-        overrides("lightning")(Doesnt)
+        overrides("lightning")(Misfit)
     with pytest.raises(ImportError, match="Fits has no _create"):
-        overrides("lightning", "_create")(type("Doesnt", (Fits,), {}))
+        overrides("lightning", "_create")(type("Misfit", (Fits,), {}))
 
 
 def test_all_classes_that_extend_a_library_are_checked() -> None:
