@@ -120,6 +120,20 @@ class Fragment:
         self.wait()
         self._work, self._begun_at, self._changes = None, {}, {}
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Makes the parameters, which are equal on all processes, the anchors of a first round."""
+        self.discard()
+        states = self.compression._reducer.states
+        local = states.export_local()
+        for of in local:
+            for part in (of.memory, of.q_local):  # The residual is memory - p_hat q_local^T.
+                if part is not None:
+                    part.zero_()
+        states.load_local(local, states.step)
+        for name, anchor in self.anchors.items():
+            anchor.copy_(self.parameters[name])
+
     def subtract(self, means: Tensors) -> None:
         """Moves the anchors to the mean of the processes' parameters."""
         for name, mean in means.items():

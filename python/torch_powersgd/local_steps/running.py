@@ -11,13 +11,18 @@ from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 class LocalSteps(Protocol):
     """What this module knows of ``LocalSGD``."""
 
     _trained: set[int]  # the ids of the parameters
+
+    def _before_any_step(self, optimizer: Optimizer) -> None: ...
 
     def _after_any_step(self, optimizer: Optimizer) -> None: ...
 
@@ -31,6 +36,7 @@ _registered = False
 def begin(steps: LocalSteps) -> None:
     global _registered
     if not _registered:
+        register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         _registered = True
     _running.add(steps)
@@ -52,6 +58,12 @@ def takes_local_steps(parameters: Mapping[str, torch.Tensor]) -> str:
 def _taken(parameters: Mapping[str, torch.Tensor]) -> str:
     ids = {p for steps in _running for p in steps._trained}
     return next((name for name, parameter in parameters.items() if id(parameter) in ids), "")
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        for steps in list(_running):
+            steps._before_any_step(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

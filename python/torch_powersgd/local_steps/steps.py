@@ -26,6 +26,7 @@ from torch_powersgd.local_steps.fragment import (
     average_exactly,
     reshard,
 )
+from torch_powersgd.local_steps.loads import Loads
 from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.options import Options
 from torch_powersgd.reduction_checks import parameters_of
@@ -135,6 +136,7 @@ class LocalSGD(Stateful):
         self._ended = False
         self._last_stats: dict[str, Any] = {}  # once it has ended
         self._trained = {id(p) for part in found.parts for p in part.values()}
+        self._loads = Loads(self._model, {n: p for part in found.parts for n, p in part.items()})
         self._wrappers: set[DistributedDataParallel] = set()  # which average nothing
         self._stop_averaging()
         self._counter = counting.StepCounter(self.optimizers, self._count_step)
@@ -247,6 +249,7 @@ class LocalSGD(Stateful):
         self._check_running()
         reshard(self._model)
         found = state.load(self._progress, self.group, self._fragments, state_dict)
+        self._loads.ignore()
         self._step, self._rounds, self._moved = found.step, found.rounds, True
         if found.outer_optimizer is not None:
             self._load_outer_optimizer(found.outer_optimizer)
@@ -304,6 +307,7 @@ class LocalSGD(Stateful):
     def _end(self) -> None:
         running.end(self)
         self._counter.end()
+        self._loads.end()
         for ddp in self._wrappers:
             averaging.go_on(ddp)
         self._ended = True
@@ -348,12 +352,37 @@ class LocalSGD(Stateful):
     def _load_outer_optimizer(self, state: dict[str, Any]) -> None:
         """Loads what ``_outer_optimizer_state`` returned."""
 
+    def _before_any_step(self, optimizer: Optimizer) -> None:
+        if self._loads.pending and self._trains(optimizer):
+            self._restart()
+
+    def _restart(self) -> None:
+        """Continues from parameters that ``load_state_dict`` of the model has set. Collective.
+
+        They are not taken for a movement of the local steps, which would be averaged.
+        """
+        kind = type(self).__name__
+        reshard(self._model)
+        mine = {"checksum of the parameters": self._loads.checksum()}
+        compare = equality_of(
+            f"the models that are loaded after {kind} was created, without a state of {kind},"
+        )
+        next_call_on(self.group, f"load_state_dict of the model of {kind}").agree(mine, compare)
+        for fragment in self._fragments:
+            fragment.restart()
+        self._loads.begin()
+        if self.group.rank() == 0:
+            log.notice(f"{kind}: continues from the model that was loaded")
+
+    def _trains(self, optimizer: Optimizer) -> bool:
+        return any(id(parameter) in self._trained for parameter in parameters_of(optimizer))
+
     def _after_any_step(self, optimizer: Optimizer) -> None:
         """Notices steps that do not count, as of an optimizer that was created after a load."""
         own = self._counter.has(optimizer)
         if own and not self._counter.waits:
             return
-        if not any(id(parameter) in self._trained for parameter in parameters_of(optimizer)):
+        if not self._trains(optimizer):
             return
         self._moved = True
         self._uncounted += 1
@@ -380,6 +409,9 @@ class LocalSGD(Stateful):
         self._taken += 1
         self._moved = True
         self._uncounted = 0
+        if self._loads.pending:  # and the step was skipped
+            self._restart()
+        self._loads.begin()
         if self._taken == 1:
             self._stop_averaging()
         if self._step <= self.schedule.warmup_steps:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Notices that ``load_state_dict`` changed a model between two of its local steps."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from torch_powersgd import checksum
+from torch_powersgd.local_steps.fragment import Tensors
+from torch_powersgd.targets import shard_of
+
+
+class Loads:
+    """What ``load_state_dict`` of a model has done since its last step.
+
+    An evaluation may load averaged weights and then the model's own, on one process alone. That is
+    no load. One that loads what the model has is, because other processes may have had others.
+
+    Args:
+        model: Module whose ``load_state_dict`` is watched.
+        parameters: Parameters of it that take local steps.
+    """
+
+    def __init__(self, model: torch.nn.Module, parameters: Tensors) -> None:
+        self._parameters = parameters
+        self._before: int | None = None  # the checksum before the first load since the last step
+        self._left = False  # whether a load since then has changed the parameters
+        self._watches = True
+        self.pending = False  # whether the model was loaded, and not for an evaluation
+        _watched[model] = self
+        # The hooks are functions of this module, so that the model can be copied and pickled.
+        self._hooks = [
+            model.register_load_state_dict_pre_hook(_before_load),
+            model.register_load_state_dict_post_hook(_after_load),
+        ]
+
+    def checksum(self) -> int:
+        total = 0
+        for parameter in self._parameters.values():
+            total = checksum.of_tensor(shard_of(parameter.detach()), total)
+        return total
+
+    def begin(self) -> None:
+        """Forgets what was loaded before a step."""
+        self._before, self._left, self._watches, self.pending = None, False, True, False
+
+    def ignore(self) -> None:
+        """Forgets what was loaded, and what will be until the next step."""
+        self.begin()
+        self._watches = False
+
+    def end(self) -> None:
+        """Stops watching."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def before_load(self) -> None:
+        if self._before is None and self._watches:
+            self._before = self.checksum()
+
+    def after_load(self) -> None:
+        if self._watches:
+            changed = self.checksum() != self._before
+            self.pending = changed or not self._left
+            self._left |= changed
+
+
+_watched: WeakKeyDictionary[torch.nn.Module, Loads] = WeakKeyDictionary()
+
+
+def _before_load(module: torch.nn.Module, *_: Any) -> None:
+    if (loads := _watched.get(module)) is not None:
+        loads.before_load()
+
+
+def _after_load(module: torch.nn.Module, _: Any) -> None:
+    if (loads := _watched.get(module)) is not None:
+        loads.after_load()
