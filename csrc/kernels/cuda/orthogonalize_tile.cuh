@@ -151,12 +151,14 @@ __device__ __forceinline__ void solve_rows(const Bucket& bucket, const Matrix& m
                                            StagedRows<R, F>& rows, int pass) {
   const TallFactor<F> p_hat = p_hat_of<F>(matrix);
   const TallFactor<F> x = pass == 0 ? p_of<F>(bucket, matrix) : p_hat;
-  for (bool first = true; rows.left(); rows.next(), first = false) {
-    if (!first || pass > 0) rows.load(x);
+  if (pass > 0) rows.load(x);
+  while (rows.left()) {
     __syncwarp();
     if (rows.has_own()) solve_own_row(static_cast<int>(matrix.rank), rows);
     __syncwarp();
     rows.store(p_hat);
+    rows.next();
+    rows.load(x);  // nothing if no rows are left
   }
 }
 

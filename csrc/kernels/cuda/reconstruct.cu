@@ -123,13 +123,16 @@ __device__ void clear_sent(const Matrix& matrix, const Tile& tile) {
   for (int64_t k = threadIdx.x; k < matrix.rank; k += kThreads) store_norm(matrix, tile, k, 0);
 }
 
-// The same where row k of Q is zero.
+// q_warm at the columns of a tile where row k of Q is zero. A warp calls it. This is rare: what it
+// needs is loaded again, not held in registers.
 template <typename F>
-__device__ void redraw_row(const Bucket& bucket, const Matrix& matrix, const Tile& tile, int64_t k,
-                           int lane) {
+__device__ void redraw_row(const Bucket& bucket, const Tickets& tickets, int64_t k) {
+  const Tile& tile = tile_of(tickets, *reinterpret_cast<const Ticket*>(shared_memory()));
+  const Matrix& matrix = bucket.matrices[tile.item];
   F* const q_warm = static_cast<F*>(matrix.q_warm) + k * matrix.cols;
   const float scale = unit_row_scale(matrix.cols);
-  for (int64_t col = tile.col_begin + lane; col < tile.col_end; col += kWarpSize)
+  POWERSGD_NO_UNROLL
+  for (int64_t col = tile.col_begin + lane_id(); col < tile.col_end; col += kWarpSize)
     q_warm[col] = redrawn(bucket, matrix, k, col, scale, q_warm[col]);
 }
 
@@ -158,11 +161,11 @@ __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, 
     __syncthreads();
     for (int i = threadIdx.x; i < rows * kWarpSize; i += kThreads) {
       const double scale = scales[i / kWarpSize];
-      const int64_t k = first + i / kWarpSize;
-      if (scale > 0)
-        warm_row<F>(bucket, matrix, tile, k, i % kWarpSize, scale);
-      else
-        redraw_row<F>(bucket, matrix, tile, k, i % kWarpSize);
+      if (scale > 0) warm_row<F>(bucket, matrix, tile, first + i / kWarpSize, i % kWarpSize, scale);
+    }
+    POWERSGD_NO_UNROLL
+    for (int k = warp_id(); k < rows; k += kWarps) {
+      if (scales[k] == 0) redraw_row<F>(bucket, tickets, first + k);
     }
   }
 }

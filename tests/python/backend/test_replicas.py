@@ -107,7 +107,7 @@ def test_replicas_stay_equal_in_training(
 
 
 def _dead_columns(rank: int) -> list[str]:
-    """Gradients of rank 1 at rank 4: three rows of Q are drawn anew, and zero steps come between."""
+    """Gradients of rank 1 at rank 4: three rows of Q are drawn anew, with zero steps in between."""
     torch.set_num_threads(1 + rank)
     ddp = make_attached(
         {"w": (60, 80)},
