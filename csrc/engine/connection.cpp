@@ -45,6 +45,11 @@ void Connection::set_timeout(std::chrono::milliseconds timeout) {
   if_connected([&](c10d::Backend& backend) { backend.setTimeout(timeout); });
 }
 
+std::chrono::milliseconds Connection::timeout() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return timeout_.value_or(c10d::kUnsetTimeout);
+}
+
 void Connection::if_connected(const std::function<void(c10d::Backend&)>& action) const {
   BackendPtr connected;
   {

@@ -33,6 +33,8 @@ class Connection {
   const BackendPtr& backend(std::chrono::milliseconds timeout = c10d::kUnsetTimeout);
   // Sets the backend's timeout, even if it is yet to connect.
   void set_timeout(std::chrono::milliseconds timeout);
+  // The timeout that was set, or unset.
+  std::chrono::milliseconds timeout() const;
   // Calls `action` on the backend if it is connected.
   void if_connected(const std::function<void(c10d::Backend&)>& action) const;
 

@@ -276,7 +276,12 @@ void StreamEngine::abort() {
 
 void StreamEngine::wait_for_end(c10::Device device) {
   shared_->flush();
-  c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+  const std::lock_guard<std::timed_mutex> lock(shared_->mutex);
+  const auto side = shared_->side_streams.find(device.index());
+  if (side == shared_->side_streams.end()) return;
+  const c10::Stream current = current_stream(device);
+  record(side->second.behind).block(current);
+  record(side->second.ahead).block(current);
 }
 
 }  // namespace powersgd

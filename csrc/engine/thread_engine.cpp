@@ -40,6 +40,8 @@ ThreadEngine::~ThreadEngine() {
 c10::intrusive_ptr<c10d::Work> ThreadEngine::submit(std::vector<at::Tensor> tensors, Job job,
                                                     c10::Device device,
                                                     std::chrono::milliseconds timeout) {
+  // Gloo's receives would go by the timeout that their connection was made with.
+  if (timeout == c10d::kUnsetTimeout) timeout = pipeline_->connection()->timeout();
   auto work = c10::make_intrusive<WorkPowerSGD>(rank_, std::move(tensors));
   pipeline_->submit(std::make_shared<Flight>(work, std::move(job), device, timeout));
   return work;

@@ -25,7 +25,7 @@ from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps import averaging
 from torch_powersgd.local_steps.averaging import known_ranks, same_processes
 from torch_powersgd.local_steps.fragment import Tensors, reshard
-from torch_powersgd.local_steps.running import takes_local_steps
+from torch_powersgd.local_steps.watch import takes_local_steps
 from torch_powersgd.option_values import dtype_name, is_bool, shown
 from torch_powersgd.reduction_checks import parameters_of
 from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments

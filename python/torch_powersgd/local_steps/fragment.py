@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd.attach import compress
 from torch_powersgd.options import Options
-from torch_powersgd.scope import scope
 from torch_powersgd.targets import NamedTensors, shard_of
 
 Tensors = dict[str, torch.Tensor]
@@ -144,39 +143,6 @@ class Fragment:
         """Sets the parameters to the anchors."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.anchors[name])
-
-
-@torch.no_grad()
-def average_exactly(tensors: Tensors, group: dist.ProcessGroup) -> tuple[int, list[str]]:
-    """Averages tensors in place, each number over the processes where it is finite.
-
-    Returns:
-        The bytes sent, and the names of the tensors that had numbers here that are not finite, and
-        got those of other processes.
-    """
-    if not tensors:
-        return 0, []
-    sizes = [tensor.numel() for tensor in tensors.values()]
-    flat = torch.cat([at_least_float32(tensor).reshape(-1) for tensor in tensors.values()])
-    finite = flat.isfinite()
-    sums = torch.cat([flat.where(finite, 0), finite.logical_not().any().to(flat.dtype).view(1)])
-    counts: torch.Tensor | int = group.size()
-    sent = sums.nbytes
-    with scope("never"):
-        dist.all_reduce(sums, group=group)
-        if sums[-1] > 0:
-            counts = finite.to(flat.dtype)
-            dist.all_reduce(counts, group=group)
-            sent += counts.nbytes
-    means = sums[:-1] / counts
-    averaged = means.isfinite()
-    parts = [part.split(sizes) for part in (means, averaged, averaged & ~finite)]
-    mended = []
-    for (name, tensor), mean, takes, mends in zip(tensors.items(), *parts, strict=True):
-        tensor.copy_(torch.where(takes.view_as(tensor), mean.view_as(tensor), tensor))
-        if mends.any():
-            mended.append(name)
-    return sent, mended
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -17,19 +17,14 @@ from torch.optim import Optimizer
 from torch_powersgd import grad_scaler, log
 from torch_powersgd.checkpoint import PerRank
 from torch_powersgd.group_backends import next_call_on
-from torch_powersgd.local_steps import averaging, checks, counting, running, state, summary
+from torch_powersgd.local_steps import averaging, checks, counting, state, summary
 from torch_powersgd.local_steps.checks import Arguments, Schedule
-from torch_powersgd.local_steps.fragment import (
-    Fragment,
-    Tensors,
-    at_least_float32,
-    average_exactly,
-    reshard,
-)
+from torch_powersgd.local_steps.exact import Buffers, Frozen
+from torch_powersgd.local_steps.fragment import Fragment, Tensors, reshard
 from torch_powersgd.local_steps.loads import Loads
 from torch_powersgd.local_steps.state import Progress
+from torch_powersgd.local_steps.watch import Watch
 from torch_powersgd.options import Options
-from torch_powersgd.reduction_checks import parameters_of
 from torch_powersgd.stats import ratio
 from torch_powersgd.store_agreement import equality_of, naming_absent
 
@@ -37,7 +32,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _BROADCAST_BYTES = 250 << 20  # as DDP's
-_ALLOWED = 20  # steps that don't count: optimizers that share a model take turns
 
 
 class LocalSGD(Stateful):
@@ -123,30 +117,35 @@ class LocalSGD(Stateful):
         found = checks.agree(type(self).__name__, arguments)
         self.group = found.group
         self._model = found.model
-        self._buffer_names = frozenset(found.buffers)
         shared = [*found.shared.values()]
         dist._broadcast_coalesced(self.group, shared, _BROADCAST_BYTES, 0)
         options = checks.lay_under(options, warmup_steps)
         self._fragments = [Fragment(part, options, self.group) for part in found.parts]
         self._step = self._rounds = 0  # since the start of training
         self._taken = self._dropped = 0  # by this object
-        self._buffer_bytes = 0  # sent so far
-        self._round_buffer_bytes = 0  # of these, with compressed rounds
-        self._moved = False  # whether a step was taken since ``sync``
         self._ended = False
         self._last_stats: dict[str, Any] = {}  # once it has ended
-        self._trained = {id(p) for part in found.parts for p in part.values()}
-        self._loads = Loads(self._model, {n: p for part in found.parts for n, p in part.items()})
+        self._buffers = Buffers(self._model, found.buffers, self.group)
+        self._frozen = Frozen(self._model)
+        trained = {name: p for part in found.parts for name, p in part.items()}
+        self._loads = Loads(self._model, trained)
+        self._counter = counting.StepCounter(self.optimizers, self._count_step)
+        speaks, kind = self.group.rank() == 0, type(self).__name__
+        self._watch = Watch(
+            kind,
+            speaks and self.group.size() > 1,
+            self._model,
+            trained,
+            self._counter,
+            self._restart_if_loaded,
+        )
         self._wrappers: set[DistributedDataParallel] = set()  # which average nothing
         self._stop_averaging()
-        self._counter = counting.StepCounter(self.optimizers, self._count_step)
-        self._uncounted = 0  # optimizer steps since the last that counts
-        running.begin(self)
         if scaler is not None:
             grad_scaler.around_step(scaler, self._counter.around_scaler)
-        if self.group.rank() == 0:
-            buffer_bytes = sum(at_least_float32(buffer).nbytes for buffer in self._buffers.values())
-            log.notice(summary.announcement(*self._described, self._fragments, buffer_bytes))
+        if speaks:
+            nbytes = self._buffers.nbytes
+            log.notice(summary.announcement(*self._described, self._fragments, nbytes))
 
     def sync(self, exact: bool = False) -> None:
         """Runs a round of all fragments now. Collective.
@@ -175,7 +174,7 @@ class LocalSGD(Stateful):
             self._begin(self._fragments)
             self._finish_all(averages=exact)
         self._average_buffers(compressed=not exact)
-        self._moved = False
+        self._watch.moved = False
 
     def step_skipped(self, optimizer: Optimizer | None = None) -> None:
         """Counts a step that this process's optimizer did not take.
@@ -204,7 +203,7 @@ class LocalSGD(Stateful):
             return dict(self._last_stats)
         counts = [fragment.compression._reducer.stats() for fragment in self._fragments]
         before = self._taken * sum(fragment.gradient_bytes for fragment in self._fragments)
-        after = self._buffer_bytes + sum(count["bytes_after"] for count in counts)
+        after = self._buffers.sent + sum(count["bytes_after"] for count in counts)
         whole = sum(count["compressed_bytes_before"] for count in counts)
         packed = sum(count["compressed_bytes_after"] for count in counts)
         return {
@@ -215,7 +214,7 @@ class LocalSGD(Stateful):
             "bytes_after": after,
             "ratio": ratio(before, after),
             "round_ratio": self.schedule.sync_every
-            * ratio(whole, packed + self._round_buffer_bytes),
+            * ratio(whole, packed + self._buffers.sent_in_rounds),
         }
 
     @torch.inference_mode(False)
@@ -250,7 +249,7 @@ class LocalSGD(Stateful):
         reshard(self._model)
         found = state.load(self._progress, self.group, self._fragments, state_dict)
         self._loads.ignore()
-        self._step, self._rounds, self._moved = found.step, found.rounds, True
+        self._step, self._rounds, self._watch.moved = found.step, found.rounds, True
         if found.outer_optimizer is not None:
             self._load_outer_optimizer(found.outer_optimizer)
         if self.group.rank() == 0:
@@ -273,8 +272,12 @@ class LocalSGD(Stateful):
         Each process keeps its own optimizer state, such as AdamW's moments, with which DDP's
         replicas would drift apart: to continue with DDP, create a new optimizer.
         """
-        if any(self._agree("detach", {}, self._moved)):
+        everyone = self._agree("detach", {}, [self._watch.moved, self._frozen.changed()])
+        if any(moved for moved, _ in everyone):
             self._sync(exact=True)
+        reshard(self._model)
+        changed = {name for _, names in everyone for name in names}
+        self._buffers.sent += self._frozen.average(changed, self.group)
         self._last_stats = self.stats()
         self._end()
         for fragment in self._fragments:
@@ -305,7 +308,7 @@ class LocalSGD(Stateful):
         return found
 
     def _end(self) -> None:
-        running.end(self)
+        self._watch.end()
         self._counter.end()
         self._loads.end()
         for ddp in self._wrappers:
@@ -352,8 +355,8 @@ class LocalSGD(Stateful):
     def _load_outer_optimizer(self, state: dict[str, Any]) -> None:
         """Loads what ``_outer_optimizer_state`` returned."""
 
-    def _before_any_step(self, optimizer: Optimizer) -> None:
-        if self._loads.pending and self._trains(optimizer):
+    def _restart_if_loaded(self) -> None:
+        if self._loads.pending:
             self._restart()
 
     def _restart(self) -> None:
@@ -374,43 +377,13 @@ class LocalSGD(Stateful):
         if self.group.rank() == 0:
             log.notice(f"{kind}: continues from the model that was loaded")
 
-    def _trains(self, optimizer: Optimizer) -> bool:
-        return any(id(parameter) in self._trained for parameter in parameters_of(optimizer))
-
-    def _after_any_step(self, optimizer: Optimizer) -> None:
-        """Notices steps that do not count, as of an optimizer that was created after a load."""
-        own = self._counter.has(optimizer)
-        if own and not self._counter.waits:
-            return
-        if not self._trains(optimizer):
-            return
-        self._moved = True
-        self._uncounted += 1
-        if self._uncounted == _ALLOWED:
-            kind = type(self).__name__
-            log.warning(
-                f"{kind} does not count the last {_ALLOWED} steps of an optimizer that trains its "
-                "parameters, so nothing is averaged and the ranks drift apart. "
-                + ("Another of its optimizers took no step" if own else "Pass that optimizer to it")
-            )
-
-    def _at_exit(self) -> None:
-        if self._moved and self.group.size() > 1 and self.group.rank() == 0:
-            kind = type(self).__name__
-            log.warning(
-                f"{kind} has not ended, so the models of the ranks differ: call detach() after the "
-                f"last step, or put the steps in a block, with {kind}(...):"
-            )
-
     def _count_step(self) -> None:
         if self._ended:
             return
         self._step += 1
         self._taken += 1
-        self._moved = True
-        self._uncounted = 0
-        if self._loads.pending:  # and the step was skipped
-            self._restart()
+        self._watch.counted()
+        self._restart_if_loaded()  # The step may have been skipped.
         self._loads.begin()
         if self._taken == 1:
             self._stop_averaging()
@@ -427,49 +400,22 @@ class LocalSGD(Stateful):
 
     def _stop_averaging(self) -> None:
         """Stops every DDP around the model. It may have been created after this object."""
-        self._wrappers.update(averaging.wrappers_of(self._trained, self.group))
+        self._wrappers.update(averaging.wrappers_of(self._watch.trained, self.group))
         for ddp in self._wrappers:
             averaging.stop(ddp)
 
-    @property
-    def _buffers(self) -> Tensors:
-        # By name, because a module may replace a buffer.
-        named = self._model.named_buffers()
-        return {name: buffer for name, buffer in named if name in self._buffer_names}
-
     def _average_buffers(self, compressed: bool = True) -> None:
-        """Averages the buffers with the last fragment of a round, ``compressed`` or exact."""
-        deed = f"averaged the buffers of {type(self).__name__} after round {self._rounds}"
-        with naming_absent(self.group, deed):
-            sent, mended = average_exactly(self._buffers, self.group)
-        self._buffer_bytes += sent
-        if compressed and self._step > self.schedule.warmup_steps:
-            self._round_buffer_bytes += sent
-        if mended:
-            log.warning(
-                f"{mended[0]!r} is not finite on rank {self.group.rank()}: it gets the mean of the "
-                "ranks where it is"
-            )
+        compressed = compressed and self._step > self.schedule.warmup_steps
+        self._buffers.average(f"round {self._rounds} of {type(self).__name__}", compressed)
 
     def _begin(self, fragments: Sequence[Fragment], overlaps: bool = False) -> None:
         reshard(self._model)
-        self._check_trainable()
+        self._watch.before_round()
         for fragment in fragments:
             if name := fragment.begin(overlaps):
                 log.warning(
                     f"{name!r} is not finite on rank {self.group.rank()}: this round is dropped, "
                     "and all processes return to the parameters of the previous round"
-                )
-
-    def _check_trainable(self) -> None:
-        """Raises a RuntimeError if a parameter that was not trained at first is trained now."""
-        averaged = {id(p) for fragment in self._fragments for p in fragment.parameters.values()}
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and parameter.numel() and id(parameter) not in averaged:
-                kind = type(self).__name__
-                raise RuntimeError(
-                    f"{name!r} was frozen or missing when {kind} was created but is trained now, "
-                    f"so it is not averaged. Call detach() and create {kind} again"
                 )
 
     def _finish(self, fragment: Fragment, averages: bool = False) -> None:

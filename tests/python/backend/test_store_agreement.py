@@ -41,11 +41,11 @@ def _forgets_attach(rank: int) -> tuple[str, str]:
     ddp, raised = make_ddp(SHAPES), ""
     wait, store = store_agreement.CollectiveCall._wait, ranks.side_store()
 
-    def wait_together(call: store_agreement.CollectiveCall, keys: list[str]) -> None:
+    def wait_together(call: store_agreement.CollectiveCall, keys: list[str]) -> str:
         """Waits once the other rank has called too, however late."""
         store.set(f"{rank} waits", "1")
         store.wait(["0 waits", "1 waits"])
-        wait(call, keys)
+        return wait(call, keys)
 
     store_agreement.CollectiveCall._wait = wait_together  # type: ignore[assignment, method-assign]
     with contextlib.redirect_stderr(io.StringIO()) as heard:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch_powersgd as tp
 from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.paired_training import same
-from support.synthetic import gradient
+from support.synthetic import gradient, relative_error
 
 EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}
@@ -140,7 +141,7 @@ def test_an_optimizer_that_takes_no_steps_is_noticed(rank: int) -> None:
         for i in range(25):
             _backward(model, rank, i)
             both[0].step()
-        assert len(records.matching("Another of its optimizers took no step")) == 1
+        assert len(records.matching("Another of its optimizers took no step")) == (rank == 0)
 
 
 @on_ranks(2)
@@ -155,3 +156,70 @@ def test_creation_in_inference_mode_spoils_nothing(rank: int) -> None:
         optimizer.step()
     assert models_agree(model)
     steps.detach()
+
+
+class _Masters(torch.optim.SGD):
+    """Steps from weights of its own, as mixed-precision optimizers with float32 masters do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            state.setdefault("master", parameter.detach().clone())
+            state["master"] -= self.param_groups[0]["lr"] * parameter.grad
+            parameter.data.copy_(state["master"])
+
+
+@on_ranks(2)
+def test_an_optimizer_that_holds_weights_is_named(rank: int) -> None:
+    """Others, whose states have the shapes of the parameters too, are not."""
+    names: dict[Any, bool] = {
+        _Masters: True,
+        torch.optim.ASGD: True,  # averages the weights
+        torch.optim.AdamW: False,
+        torch.optim.Adagrad: False,
+        torch.optim.Rprop: False,
+        torch.optim.Adadelta: False,
+    }
+    for kind, holds in names.items():
+        model, records = _net(), LogRecords(logging.WARNING)
+        optimizer = kind(model.parameters(), lr=0.01)
+        with tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0):
+            for i in range(2 * EVERY):
+                _backward(model, rank, i)
+                optimizer.step()
+        found = records.matching(f"{kind.__name__} holds weights of its own")
+        assert len(found) == (holds and rank == 0), kind
+
+
+@on_ranks(2)
+def test_parameters_outside_the_model_are_named(rank: int) -> None:
+    model, records = _net(), LogRecords(logging.WARNING)
+    everything = [*model.parameters(), *nn.Linear(3, 5).parameters()]
+    optimizer = torch.optim.SGD(everything, lr=0.1)
+    tp.LocalSGD(model, optimizer, EVERY, OPTIONS).detach()
+    found = records.matching(r"2 parameters of the optimizer, the first of shape \[5, 3\], are not")
+    assert len(found) == (rank == 0)
+
+
+@on_ranks(3)
+def test_frozen_parameters_that_change_are_averaged_at_the_end(rank: int) -> None:
+    """Those of a teacher, of which rank 2 alone has one that doesn't change."""
+    model = nn.ModuleDict({"student": _net(), "teacher": _net(), "base": _net()})
+    for name in ("teacher", "base"):
+        model[name].requires_grad_(False)
+    base = [p.clone() for p in model["base"].parameters()]
+    optimizer = torch.optim.SGD(model["student"].parameters(), lr=0.1)
+    teacher = dict(model["teacher"].named_parameters())
+    with tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0):
+        for name, parameter in teacher.items():
+            if rank < 2 or name != "2.bias":
+                parameter.data += gradient(parameter.shape, "change", name, rank)
+    at_first = dict(_net().named_parameters())
+    for name, parameter in teacher.items():
+        ranks = range(2 if name == "2.bias" else 3)
+        changes = [gradient(parameter.shape, "change", name, r).double() for r in ranks]
+        wanted = at_first[name] + torch.stack(changes).sum(0) / 3
+        # Three roundings of float32.
+        assert relative_error(parameter, wanted) < 3e-7, name
+    assert models_agree(model)
+    assert same(model["base"].parameters(), base)  # a mean of three equal numbers may differ
