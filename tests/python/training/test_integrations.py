@@ -221,6 +221,7 @@ def test_accelerate_finds_each_state_when_another_has_ended(rank: int, tmp_path:
     accelerator.load_state(str(tmp_path / "both 2"))
     assert second.stats()["steps"] == 2
     accelerator.save_state(str(tmp_path / "second"))
+    dist.barrier()  # Rank 0 writes the file.
     assert [path.name for path in (tmp_path / "second").glob("powersgd*")] == ["powersgd_1.pt"]
 
     third = attach(accelerator, ddps[2], OPTIONS)  # takes the first one's place, not its state
