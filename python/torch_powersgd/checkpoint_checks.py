@@ -173,12 +173,11 @@ def _check_tensor(place: str, value: Any, grad_scale: float) -> None:
     """
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{place} must be a tensor, got {type(value).__name__}")
-    if not _is_plain(value):
+    if not is_dense(value) or value.dtype not in _DTYPES:
         raise ValueError(
             f"{place} must be a dense floating-point tensor, got {_description(value)}"
         )
-    # An expanded tensor's elements are not all in memory, and may not fit.
-    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+    if not is_in_memory(value):
         raise ValueError(
             f"{place} must be a tensor with storage for all of its elements, got "
             f"{_description(value)}"
@@ -193,14 +192,19 @@ def _check_tensor(place: str, value: Any, grad_scale: float) -> None:
         )
 
 
-def _is_plain(value: torch.Tensor) -> bool:
+def is_dense(value: Any, *others: type) -> bool:
+    """Whether a value is a dense tensor of torch's own classes or of one of the others."""
     return (
-        type(value) in (torch.Tensor, torch.nn.Parameter)
+        type(value) in (torch.Tensor, torch.nn.Parameter, *others)
         and value.layout == torch.strided
-        and value.dtype in _DTYPES
         and value.device.type != "meta"
         and not value.is_nested
     )
+
+
+def is_in_memory(value: torch.Tensor) -> bool:
+    """Whether all elements are in memory. An expanded tensor's are not, and may not fit."""
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _description(value: torch.Tensor) -> str:

@@ -61,7 +61,7 @@ class Fragment:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def begin(self, overlaps: bool = False) -> str:
+    def begin(self, overlaps: bool, find_absent: Callable[[], str]) -> str:
         """Sends the changes without waiting.
 
         If a parameter is not finite here, nothing of this process's round can be averaged: all of
@@ -69,6 +69,7 @@ class Fragment:
 
         Args:
             overlaps: Whether local steps are taken before ``finish``.
+            find_absent: Function to call if the round fails, as of ``store_agreement.absent_from``.
 
         Returns:
             The name of a parameter that is not finite, or nothing.
@@ -82,18 +83,13 @@ class Fragment:
         if not_finite:
             for change in self._changes.values():
                 change.fill_(torch.nan)
-        self._work = self.compression._all_reduce(self._changes)
+        self._work = self.compression._all_reduce(self._changes, find_absent)
         return not_finite
-
-    def wait(self) -> None:
-        """Waits for the means of the round in flight, if there is one."""
-        if self._work is not None:
-            self._work.wait()
 
     @torch.inference_mode(False)  # An outer optimizer keeps what it makes of the means.
     @torch.no_grad()
     def finish(self, update: Callable[[Fragment, Tensors], None]) -> str:
-        """Moves the anchors and the parameters by the means.
+        """Waits for the means, and moves the anchors and the parameters.
 
         A parameter whose mean is not finite goes back to its anchor, as if there had been no round.
 
@@ -103,7 +99,8 @@ class Fragment:
         Returns:
             The name of a parameter whose mean is not finite, or nothing.
         """
-        self.wait()
+        assert self._work is not None
+        self._work.wait()
         self._work, means = None, self._changes
         begun_at, self._begun_at, self._changes = self._begun_at, {}, {}
         finite = _finite(means)
@@ -116,7 +113,8 @@ class Fragment:
 
     def discard(self) -> None:
         """Ends a round in flight, and changes nothing."""
-        self.wait()
+        if self._work is not None:
+            self._work.wait()
         self._work, self._begun_at, self._changes = None, {}, {}
 
     @torch.no_grad()

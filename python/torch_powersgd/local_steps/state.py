@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torch_powersgd import checksum
 from torch_powersgd.checkpoint import Loaded
-from torch_powersgd.checkpoint_checks import LARGEST_STEP
+from torch_powersgd.checkpoint_checks import LARGEST_STEP, is_dense, is_in_memory
 from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps.fragment import Fragment
 from torch_powersgd.option_values import shown
@@ -156,13 +156,10 @@ def _check_form(place: str, now: Any, saved: Any) -> None:
 
 
 def _is_like(now: torch.Tensor, saved: Any) -> bool:
-    plain = type(saved) in (torch.Tensor, torch.nn.Parameter, type(now))
-    if not plain or saved.is_nested or saved.layout != torch.strided:
+    if not is_dense(saved, type(now)) or (saved.shape, saved.dtype) != (now.shape, now.dtype):
         return False
-    same = (saved.shape, saved.dtype, saved.is_meta) == (now.shape, now.dtype, False)
     part = shard_of(saved.detach())
-    # An expanded tensor's elements are not all in memory.
-    return same and part.untyped_storage().nbytes() >= part.nbytes and bool(part.isfinite().all())
+    return is_in_memory(part) and bool(part.isfinite().all())
 
 
 def _content(state: dict[str, Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.local_steps.watch import Watch
 from torch_powersgd.options import Options
 from torch_powersgd.stats import ratio
-from torch_powersgd.store_agreement import equality_of, naming_absent
+from torch_powersgd.store_agreement import absent_from, equality_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -137,7 +138,8 @@ class LocalSGD(Stateful):
             self._model,
             trained,
             self._counter,
-            self._restart_if_loaded,
+            self._loads,
+            self._restart,
         )
         self._wrappers: set[DistributedDataParallel] = set()  # which average nothing
         self._stop_averaging()
@@ -297,15 +299,18 @@ class LocalSGD(Stateful):
             Their values of ``own``, which may differ.
         """
         function = f"{type(self).__name__}.{method}"
-        begun = self._rounds + sum(fragment.in_flight for fragment in self._fragments)
         same = equality_of(f"the calls of {function}")
-        given = {"call": {**mine, "number of rounds begun": begun}, "own": own}
+        given = {"call": {**mine, "number of rounds begun": self._begun}, "own": own}
         found: list[Any] = next_call_on(self.group, function).agree(
             given,
             lambda everyone: same([of["call"] for of in everyone]),
             lambda everyone: [of["own"] for of in everyone],
         )
         return found
+
+    @property
+    def _begun(self) -> int:
+        return self._rounds + sum(fragment.in_flight for fragment in self._fragments)
 
     def _end(self) -> None:
         self._watch.end()
@@ -355,10 +360,6 @@ class LocalSGD(Stateful):
     def _load_outer_optimizer(self, state: dict[str, Any]) -> None:
         """Loads what ``_outer_optimizer_state`` returned."""
 
-    def _restart_if_loaded(self) -> None:
-        if self._loads.pending:
-            self._restart()
-
     def _restart(self) -> None:
         """Continues from parameters that ``load_state_dict`` of the model has set. Collective.
 
@@ -383,7 +384,8 @@ class LocalSGD(Stateful):
         self._step += 1
         self._taken += 1
         self._watch.counted()
-        self._restart_if_loaded()  # The step may have been skipped.
+        if self._loads.pending:  # and the step was skipped
+            self._restart()
         self._loads.begin()
         if self._taken == 1:
             self._stop_averaging()
@@ -412,7 +414,8 @@ class LocalSGD(Stateful):
         reshard(self._model)
         self._watch.before_round()
         for fragment in fragments:
-            if name := fragment.begin(overlaps):
+            call = f"begun round {self._begun + 1} of {type(self).__name__}"
+            if name := fragment.begin(overlaps, partial(absent_from, self.group, call)):
                 log.warning(
                     f"{name!r} is not finite on rank {self.group.rank()}: this round is dropped, "
                     "and all processes return to the parameters of the previous round"
@@ -422,8 +425,6 @@ class LocalSGD(Stateful):
         if not fragment.in_flight:
             return
         reshard(self._model)
-        with naming_absent(self.group, f"begun round {self._rounds + 1} of {type(self).__name__}"):
-            fragment.wait()
         averages = averages or self._step <= self.schedule.warmup_steps
         if fragment.finish(Fragment.subtract if averages else self._move):
             self._dropped += 1

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 from torch_powersgd import log
 from torch_powersgd.local_steps.counting import StepCounter
 from torch_powersgd.local_steps.fragment import Tensors
+from torch_powersgd.local_steps.loads import Loads
 from torch_powersgd.reduction_checks import parameters_of
 from torch_powersgd.targets import shard_of
 
@@ -34,7 +35,8 @@ class Watch:
         model: Model that takes the local steps.
         trained: Its parameters that do.
         counter: Counter of its optimizers' steps.
-        before_step: Function to call before each step that moves them.
+        loads: What was loaded into the model.
+        restart: Function to call before a step that moves them after a load.
 
     Attributes:
         moved: Whether a step was taken since the parameters were last equal.
@@ -47,7 +49,8 @@ class Watch:
         model: torch.nn.Module,
         trained: Tensors,
         counter: StepCounter,
-        before_step: Callable[[], None],
+        loads: Loads,
+        restart: Callable[[], None],
     ) -> None:
         global _registered
         if not _registered:
@@ -55,10 +58,10 @@ class Watch:
             register_optimizer_step_post_hook(_after_step)
             _registered = True
         self.moved = False
-        self.trained = {id(parameter): name for name, parameter in trained.items()}
+        self.trained = {id(parameter) for parameter in trained.values()}
         self._kind, self._warns, self._model = kind, warns, model
         self._largest = max(trained.values(), key=torch.Tensor.numel)
-        self._counter, self._before_step = counter, before_step
+        self._counter, self._loads, self._restart = counter, loads, restart
         self._uncounted = 0  # optimizer steps since the last that counts
         self._had_round = False
         self._warn_of_others()
@@ -108,8 +111,8 @@ class Watch:
             )
 
     def before_step(self, optimizer: Optimizer) -> None:
-        if self._trains(optimizer):
-            self._before_step()
+        if self._loads.pending and self._trains(optimizer):
+            self._restart()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Notices steps that do not count, as of an optimizer that was created after a load."""

@@ -26,6 +26,14 @@ from torch_powersgd.integrations import libraries
 from torch_powersgd.integrations.libraries import overrides
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=1)
+_ON_TWO_RANKS: dict[str, Any] = {  # arguments of Lightning's Trainer, which leaves no files
+    "accelerator": "cpu",
+    "devices": 2,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 EVERY_THREE = functools.partial(
     tp.LocalSGD,
     sync_every=3,
@@ -301,16 +309,11 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
     def trainer(steps: int, *callbacks: Any) -> Trainer:
         return Trainer(
             callbacks=[*callbacks],
-            accelerator="cpu",
-            devices=2,
             strategy=PowerSGDStrategy(OPTIONS, make),
             max_steps=steps,
             val_check_interval=2,
             default_root_dir=tmp_path,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **_ON_TWO_RANKS,
         )
 
     vectors: Any = torch.randn(64, 48)
@@ -361,15 +364,10 @@ def test_lightning_takes_local_steps_by_manual_optimization(rank: int, tmp_path:
             return [torch.optim.SGD([weight], lr=0.1), torch.optim.AdamW([bias], lr=0.1)]
 
     fitted = Trainer(
-        accelerator="cpu",
-        devices=2,
         strategy=PowerSGDStrategy(local_steps=EVERY_THREE),
         max_epochs=1,
         default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **_ON_TWO_RANKS,
     )
     vectors: Any = torch.randn(6 * 2 * 4, 48)
     fitted.fit(Module(), torch.utils.data.DataLoader(vectors, batch_size=4))

@@ -6,7 +6,9 @@ from __future__ import annotations
 import inspect
 from importlib import metadata
 
-SUPPORTED = "torchft 0.2.0 and torchft-nightly 2026.10.26"
+from torch_powersgd.integrations.libraries import TESTED
+
+SUPPORTED = f"torchft {TESTED['torchft']} and torchft-nightly 2026.10.26"
 
 # The methods of torchft's process groups that make the group of a quorum, by ``_create_pg``.
 _MAKES_GROUPS = ("configure", "reconfigure")
