@@ -1,126 +1,101 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The parts of the two calls, the most important first."""
+"""The parts of the two calls. What decides most comes first."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
-from pathlib import Path
 
-import outcomes
-from commands import (
-    EXTENSION,
-    KERNELS_CUDA,
-    LOGS,
-    PROGRAMS,
-    PYTHON,
-    bench_kernels,
-    profiled,
-    program,
-    pytest,
-    sanitized,
-    suites,
-)
-from runner import Command, Part, Verdict
+from call import NO_TIME, OK, Part, Runner
 
-SMOKE = "tests/python/training/test_smoke.py"
-NCCL = "tests/python/backend/test_cuda_nccl.py"
-# If this test fails, nothing that uses NCCL will work.
-TWO_RANKS = f"{SMOKE}::test_two_ranks_agree[cuda-auto]"
-OF_PYTHON = ("smoke", "test-nccl", "test-cuda")
-
-SERIAL = {"POWERSGD_DEPENDENT_LAUNCH": "0"}
-# Under compute-sanitizer. These shapes take every path through the kernels: aligned, short and long
-# rows, and both kinds of products. A dead column takes orthogonalize through all passes.
+_PROGRAM = "build/gpu-programs"
+PROGRAMS, EXTENSION = "build-programs", "build-extension"
+PTX = ("80", "75")  # what Ampere and Turing take: the driver compiles it for this GPU
+SANITIZERS = ("racecheck", "synccheck", "memcheck")
+# These shapes take every path through the kernels: aligned, short and long rows, and both kinds of
+# products.
 CHECKED = [
+    "All/Orthogonalize.RandomColumns/*",
+    "All/Orthogonalize.ZeroColumnStaysZero/*",
     *(
         f"All/{suite}.MatchesTheReference/*{shape}"
         for suite in ("Project", "BackProject", "Reconstruct")
         for shape in ("_300x256r4", "_600x136r16", "_1030x36r32", "_9x2100r4")
     ),
-    "All/Orthogonalize.RandomColumns/*",
-    "All/Orthogonalize.ZeroColumnIsReplaced/*",
 ]
-CHECKED_KERNELS = [KERNELS_CUDA, f"--gtest_filter={':'.join(CHECKED)}"]
+_BUILD_EXTENSION = """
+CUDA_HOME=$(.ci/cuda_home 2>&1) || { echo "$CUDA_HOME"; exit 77; }
+CUDA_HOME=$CUDA_HOME POWERSGD_BUILD_CUDA=1 "$PYTHON" setup.py build_ext --inplace
+"""
+# Eight processes, as an illegal access fails all that comes after it.
+_SHARDS = """
+for i in {0..7}; do GTEST_TOTAL_SHARDS=8 GTEST_SHARD_INDEX=$i PROGRAM/kernels_cuda & ids+=($!); done
+for id in ${ids[@]}; do wait $id || status=$?; done; exit ${status:-0}
+"""
+_OTHER_TESTS = "$(ls tests/python/*/test_cuda*.py | grep -v -e nccl -e torchft)"
+
+
+def lanes(prebuilt: bool, checks: bool) -> list[list[Part]]:
+    """What runs beside the parts: the builds, and then what needs neither Python nor a clock."""
+    extension = Part(EXTENSION, 200, "true" if prebuilt else _BUILD_EXTENSION)
+    programs = Part(PROGRAMS, 200, "nice .ci/gpu_programs")
+    checked = [*map(_ptx, PTX), *map(_sanitized, SANITIZERS)] if checks else []
+    return [[extension], [programs, *checked]]
+
+
+def _ptx(architecture: str) -> Part:
+    build = f"CODE=compute ARCHITECTURE={architecture} .ci/gpu_programs || exit 77"
+    return Part(f"ptx-{architecture}", 90, build + _shards(f"{_PROGRAM}-ptx{architecture}"))
+
+
+def _shards(folder: str) -> str:
+    return _SHARDS.replace("PROGRAM", folder)
+
+
+def _sanitized(tool: str) -> Part:
+    tests = shlex.quote(f"--gtest_filter={':'.join(CHECKED)}")
+    command = f"compute-sanitizer --tool {tool} --error-exitcode 1 {_PROGRAM}/kernels_cuda {tests}"
+    return Part(tool, 60, command, PROGRAMS)
+
+
+def _tests(name: str, limit: float, words: str) -> Part:
+    pytest = '"$PYTHON" -m pytest -v --tb=short --durations=5 -p no:cacheprovider -rfE'
+    return Part(name, limit, f"{pytest} {words}", EXTENSION)
+
+
+def _bench(name: str, limit: float, words: str, env: str = "") -> Part:
+    """A benchmark in Python, which writes $OUTPUT/NAME.json."""
+    command = f'{env} "$PYTHON" benchmarks/{words} --json "$OUTPUT/{name}.json"'
+    return Part(name, limit, command.lstrip(), EXTENSION, alone=True)
+
+
+def _cluster(name: str, limit: float, words: str, env: str = "") -> Part:
+    """On four NCCL hosts."""
+    words = f'bench_cluster.py --device cuda {words} --logs "$OUTPUT/logs/{name}"'
+    return _bench(name, limit, words, env)
 
 
 def first_call() -> list[Part]:
-    every = sorted(map(str, Path("tests/python").glob("*/test_cuda*.py")))
-    others = [file for file in every if file != NCCL]
     return [
-        Part("kernels", 40, suites, PROGRAMS, at_once=8, tests=outcomes.googletest),
-        bench_kernels("kernels-float32", 35, "--kinds float32 --ranks 4 1 16 32"),
-        # Python parts start once the extension is built. Until then, the others run.
-        pytest("smoke", 120, [SMOKE, "-k", "cuda"]),
-        bench_kernels("kernels-products", 25, "--kinds float32 --ranks 16 32 --products bfloat16"),
-        bench_kernels("kernels-serial", 20, "--kinds float32 --ranks 4 32", SERIAL),
-        bench_kernels("kernels-bfloat16", 25, "--kinds bfloat16 bfloat16/bfloat16"),
-        pytest("test-nccl", 60, [NCCL, "--maxfail=2"]),
-        pytest("test-cuda", 170, [*others, "--maxfail=3"]),
-        bench_stages(),
-        sanitized("memcheck", 40, "memcheck", CHECKED_KERNELS, PROGRAMS),
+        _tests("smoke", 120, "tests/python/training/test_smoke.py -k cuda"),
+        _tests("test-nccl", 60, "tests/python/backend/test_cuda_nccl.py --maxfail=2"),
+        _tests("test-cuda", 170, f"{_OTHER_TESTS} --maxfail=5"),
+        _tests("torchft", 60, "tests/python/*/test_cuda_torchft.py"),
+        Part("kernels", 40, _shards(_PROGRAM), PROGRAMS),
     ]
 
 
-def bench_stages() -> Part:
-    words = "benchmarks/bench_stages.py --device cuda --models gpt2 llama resnet50 --ranks 4 32"
-    return program("bench-stages", 60, words, {"": {}})
-
-
-def bench_cluster(model: str, limit: float) -> Part:
-    """A part of bench_cluster.py, with methods whose processes together fit into 80 GB."""
-    words = f"benchmarks/bench_cluster.py --device cuda --models {model} --rounds 2 --steps 4"
-    words += " --methods none plain hook:4 attached+bucket_cap_mb=100:4"
-    words += f" --logs {LOGS}/bench-cluster"
-    return program(f"bench-cluster-{model}", limit, words, {"": {}})
-
-
-def after_smoke(verdict: Verdict, pending: list[Part]) -> list[Part]:
-    """Returns the parts left after the smoke test. If NCCL fails, the first one finds out why."""
-    if not verdict.is_failure or (verdict.failed and TWO_RANKS not in verdict.failed):
-        return pending
-    variants = {
-        "nccl-debug": {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{LOGS}/nccl.%p.txt"},
-        "serial": SERIAL,
-        "blocking": {"CUDA_LAUNCH_BLOCKING": "1"},
-    }
-    reason = pytest("smoke-again", 60, [TWO_RANKS], variants)
-    return [reason, *sorted(pending, key=lambda part: part.name != "bench-stages")]
-
-
-def second_call(first: Mapping[str, Verdict]) -> list[Part]:
+def second_call(verdicts: Mapping[str, str], runner: Runner) -> list[Part]:
     """First the tests that failed in the first call, then what it had no time for."""
-    left = [part for part in first_call() if first.get(part.name, Verdict("")).no_time]
-    gpt2 = "--kinds float32 --models gpt2 --ranks 4"
-    parts = [
-        *_again(first),
-        *left,
-        program("bench-step", 50, "benchmarks/bench_step.py", {"": {}, "-serial": SERIAL}),
-        bench_cluster("gpt2", 90),
-        bench_cluster("resnet50", 70),
-        profiled("ncu", 40, ["project", "orthogonalize", "back_project", "reconstruct"], gpt2),
-        program("bench-model", 60, "benchmarks/bench_model.py", {"": {}}),
-        sanitized("racecheck", 40, "racecheck", CHECKED_KERNELS, PROGRAMS),
-    ]
-    return list({part.name: part for part in parts}.values())
-
-
-def _again(first: Mapping[str, Verdict]) -> list[Part]:
-    """Only the failed tests, without dependent launch, and the first of them under memcheck."""
-    kernels = first["kernels"].failed[:20] if "kernels" in first else []
-    python = [test for name in OF_PYTHON if name in first for test in first[name].failed][:6]
-    parts = []
+    logs = "\n".join(runner.log_of(name) for name, verdict in verdicts.items() if verdict != OK)
+    python = dict.fromkeys(re.findall(r"^FAILED (\S+?::.+?)(?: - .*)?$", logs, re.MULTILINE))
+    kernels = sorted(set(re.findall(r"^\[  FAILED  \] (\S+\.[^\s,]+)", logs, re.MULTILINE)))
+    again = []
     if kernels:
-        words = [KERNELS_CUDA, f"--gtest_filter={':'.join(kernels)}"]
-        again = Command(words, SERIAL)
-        parts.append(Part("kernels-again", 30, [again], PROGRAMS, tests=outcomes.googletest))
+        tests = shlex.quote(f"--gtest_filter={':'.join(kernels[:20])}")
+        again.append(Part("kernels-again", 30, f"{_PROGRAM}/kernels_cuda {tests}", PROGRAMS))
     if python:
-        parts.append(pytest("tests-again", 75, python, {"": SERIAL}))
-    if kernels:
-        words = [KERNELS_CUDA, f"--gtest_filter={kernels[0]}"]
-        parts.append(sanitized("memcheck-failed", 45, "memcheck", words, PROGRAMS))
-    elif python:
-        words = [PYTHON, "-m", "pytest", python[0]]
-        parts.append(sanitized("memcheck-failed", 60, "memcheck", words, EXTENSION))
-    if parts and not first.get("bench-stages", Verdict("")).ok:
-        parts.append(bench_stages())
-    return parts
+        again.append(_tests("tests-again", 75, shlex.join(list(python)[:6])))
+    left = [p for p in first_call() if verdicts.get(p.name, NO_TIME).startswith(NO_TIME)]
+    return [*again, *left]

@@ -27,8 +27,7 @@ case "$name $*" in
   "python3 -m pytest"*) name=pytest ;;
   "python3 benchmarks/"*) name=$(basename "$1" .py) ;;
 esac
-echo "$name|$POWERSGD_COMMIT|$POWERSGD_DEPENDENT_LAUNCH|$POWERSGD_BUILD_CUDA|$CUDA_HOME|$*" \
-  >>"$STAND_INS/calls"
+echo "$name|$POWERSGD_COMMIT|$POWERSGD_BUILD_CUDA|$CUDA_HOME|$*" >>"$STAND_INS/calls"
 previous=
 for word; do
   case "$name $previous" in
@@ -39,14 +38,8 @@ for word; do
   esac
   case "$name $word" in
     *" -print-file-name="*) echo /libgtest.a ;;
-    "smoke "*.py) echo "$word::test_one_rank_trains[cuda] PASSED [ 50%]"
-      printf %s "$word::test_two_ranks_agree[cuda-auto]"; ending=" PASSED [100%]" ;;
-    "nccl "*.py* | "pytest "*.py*) printf %s "$word::test_it[a b]"; ending=" PASSED [100%]"
-      warned=$word::test_it ;;
+    "smoke "*.py | "nccl "*.py* | "pytest "*.py*) ending="= 1 passed in 0.1s =" ;;
     "bench_kernels --help") exit 2 ;;
-    "kernels_cuda --gtest_list_tests") printf 'All/Project.\n  A/1\nAll/Step.\n  B\n'; exit ;;
-    "kernels_cuda --gtest_filter="*) test=${word#*=}; test=${test%\*}A
-      echo "[ RUN      ] $test"; ending="[       OK ] $test (1 ms)" ;;
   esac
   previous=$word
 done
@@ -54,13 +47,12 @@ done
 [[ $name != nvcc || $* != *--dryrun* ]] || echo "#\$ _HERE_=$STAND_INS/toolkit/bin" >&2
 [[ ! -x $STAND_INS/behaves/$name ]] || . "$STAND_INS/behaves/$name"
 echo "${ending:-output of $name}"
-[[ ! -v warned ]] || printf '%s\n' "= warnings summary =" "$warned" "  of something"
 """
-_PROGRAMS = ("nvidia-smi", "python3", "nvcc", "g++", "compute-sanitizer", "ncu")
+_PROGRAMS = ("nvidia-smi", "python3", "nvcc", "g++", "compute-sanitizer")
 _TOOLS = (
-    "basename bash cat cp cut dirname env find head ls mkdir nice nproc printf rm sed sh sha256sum"
+    "basename bash cat cp cut dirname env find grep gzip head ls mkdir nice nproc printf rm sed sh"
+    " sha256sum sleep sort tar touch tr wc xargs"
 )
-_TOOLS += " sleep sort touch tr wc xargs"
 _COPIED = (".ci", "include", "csrc/kernels/cuda", "tests/cpp/kernels")
 
 
@@ -104,7 +96,7 @@ class Machine:
 
     def call(self, *words: str, **variables: str) -> Ending:
         """Runs .ci/gpu."""
-        with self.start("gpu", "--jobs", "2", *words, **variables) as process:
+        with self.start("gpu", *words, JOBS="2", **variables) as process:
             output, _ = process.communicate(timeout=DEADLOCK)
         results = self.root / "results"
         summary = results / "summary.txt"
@@ -122,10 +114,10 @@ class Machine:
             return process.communicate(timeout=DEADLOCK)[0]
 
     def calls(self, program: str) -> list[dict[str, str]]:
-        names = ("name", "commit", "dependent_launch", "build_cuda", "home", "words")
+        names = ("name", "commit", "build_cuda", "home", "words")
         file = self.stand_ins / "calls"
         lines = file.read_text().splitlines() if file.exists() else []
-        calls = [dict(zip(names, line.split("|", 5), strict=True)) for line in lines]
+        calls = [dict(zip(names, line.split("|", 4), strict=True)) for line in lines]
         return [call for call in calls if call["name"] == program]
 
 
