@@ -40,9 +40,7 @@ BackendPowerSGD::~BackendPowerSGD() {
 
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor>& tensors,
                                                           const c10d::AllreduceOptions& opts) {
-  // Inside a coalescing block, the inner backend defers collectives until its end, and a step would
-  // continue with payloads that are not summed.
-  if (is_coalescing()) return ForwardingBackend::allreduce(tensors, opts);
+  if (session_->is_coalescing()) return ForwardingBackend::allreduce(tensors, opts);
   const auto taker = session_->taker_of(tensors);
   if (auto compressed = taker ? taker->reduce_expected(tensors.front(), opts)
                               : flat_tensors_->reduce(tensors, opts)) {
@@ -53,7 +51,7 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor
 
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_coalesced(
     std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts) {
-  if (session_->options().scope != Scope::kAlways || is_coalescing()) {
+  if (session_->options().scope != Scope::kAlways || session_->is_coalescing()) {
     return ForwardingBackend::allreduce_coalesced(tensors, opts);
   }
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
@@ -62,6 +60,16 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_coalesced(
     works.push_back(allreduce(one, opts));
   }
   return c10::make_intrusive<CombinedWork>(std::move(works), tensors);
+}
+
+void BackendPowerSGD::startCoalescing() {
+  session_->begin_coalescing();
+  ForwardingBackend::startCoalescing();
+}
+
+c10::intrusive_ptr<c10d::Work> BackendPowerSGD::endCoalescing() {
+  session_->end_coalescing();
+  return ForwardingBackend::endCoalescing();
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> BackendPowerSGD::getBackendOptions() {

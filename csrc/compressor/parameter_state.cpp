@@ -2,6 +2,7 @@
 #include "powersgd/parameter_state.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <map>
@@ -127,6 +128,7 @@ ParameterState ParameterState::copy() const {
 }
 
 at::Tensor ParameterState::residual() const {
+  const at::NoTF32Guard exact;  // a product of 10 bits would lose more than a step rounds
   const at::Tensor delivered = at::matmul(p_hat, q_local);
   if (!memory.defined()) return at::zeros_like(delivered);
   return memory.to(delivered.scalar_type()).sub(delivered);

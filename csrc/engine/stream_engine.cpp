@@ -132,18 +132,26 @@ struct StreamEngine::Shared {
   // Enqueued jobs, whose futures are completed without the mutex: a callback may submit a job.
   using Ended = std::vector<std::pair<StreamWorkPtr, c10::Stream>>;
 
+  // Runs `body`. The first exception is the job's error; a device that fails throws more of them.
+  template <typename Body>
+  static void attempt(std::exception_ptr& error, const Body& body) {
+    try {
+      body();
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  }
+
   // Runs the parts [begin, end).
   void run(size_t begin, size_t end, const c10::Stream& stream, Begun& job) {
     if (job.error) return;
     const at::NoGradGuard no_grad;
     const c10::StreamGuard guard(stream);
-    try {
+    attempt(job.error, [&] {
       SideChannel side_channel(*job.side, *channel, job.job, job.timeout);
       for (size_t part = begin; part < end; ++part) job.job.parts[part](side_channel);
-    } catch (...) {
-      job.error = std::current_exception();
-      if (job.job.undo) job.job.undo();
-    }
+    });
+    if (job.error && job.job.undo) attempt(job.error, job.job.undo);
   }
 
   Begun begin(StreamWorkPtr work, Job job, c10::Device device, std::chrono::milliseconds timeout) {
@@ -172,9 +180,13 @@ struct StreamEngine::Shared {
   void end(Begun begun, Ended& ended) {
     const c10::Stream stream = begun.side->behind;
     if (aborted && !begun.error) begun.error = closed_error();
-    if (begun.ahead_done) begun.ahead_done->block(stream);
+    attempt(begun.error, [&] {
+      if (begun.ahead_done) begun.ahead_done->block(stream);
+    });
     run(begun.job.parts_ahead, begun.job.parts.size(), stream, begun);
-    begun.work->enqueued(record(stream), begun.error);
+    c10::Event done(stream.device_type());
+    attempt(begun.error, [&] { done.record(stream); });
+    begun.work->enqueued(std::move(done), begun.error);
     ended.emplace_back(std::move(begun.work), stream);
   }
 

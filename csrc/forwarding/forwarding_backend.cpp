@@ -245,11 +245,6 @@ void ForwardingBackend::startCoalescing() {
   uncoalesced_.clear();
 }
 
-bool ForwardingBackend::is_coalescing() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return coalescing_;
-}
-
 WorkPtr ForwardingBackend::endCoalescing() {
   std::vector<WorkPtr> works;
   {

@@ -89,6 +89,7 @@ BucketReducer::Reduction BucketReducer::begin(size_t bucket, at::Tensor& buffer,
                                               const std::vector<size_t>& parameters,
                                               std::vector<Use> uses, double output_scale,
                                               double units) {
+  session_->check_not_coalescing();
   states_->begin_step();
   if (parameters.empty()) warn_of_unknown_parameters();
   const bool known = !parameters.empty() && !buffer.is_sparse();

@@ -84,6 +84,7 @@ Ranks Session::ranks_on(c10::Device device) const {
 
 Session::WorkPtr Session::submit_collective(std::vector<at::Tensor> tensors, Job job,
                                             c10::Device device, std::chrono::milliseconds timeout) {
+  check_not_coalescing();
   std::vector<WorkPtr> unwatched;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -142,6 +143,17 @@ Session::WorkPtr Session::allreduce_compressed(const std::shared_ptr<BucketCompr
 
 void Session::flush() {
   for (const auto& [device, engine] : engines_) engine->flush();
+}
+
+void Session::begin_coalescing() {
+  flush();
+  coalescing_ = true;
+}
+
+void Session::check_not_coalescing() const {
+  TORCH_CHECK(!coalescing_,
+              "powersgd: nothing is compressed between the start and the end of a coalescing block "
+              "of the same group; move the block to before or after it, or to another group");
 }
 
 Session::WorkPtr Session::average_exact(at::Tensor gradient, int divisor, Stats& stats) {

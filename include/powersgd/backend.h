@@ -57,6 +57,9 @@ class BackendPowerSGD : public ForwardingBackend {
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
       std::vector<at::Tensor>& tensors,
       const c10d::AllreduceCoalescedOptions& opts = c10d::AllreduceCoalescedOptions()) override;
+  // In between, every allreduce is forwarded, and what attached models compress is an error.
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
 
   // The children compress with the options in `opts` if it is a BackendOptions, else with this
   // group's. Null on a rank that is not a member.

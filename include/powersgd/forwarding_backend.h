@@ -185,9 +185,6 @@ class ForwardingBackend : public c10d::Backend {
 #endif
 
  protected:
-  // True between startCoalescing and endCoalescing.
-  bool is_coalescing();
-
   // Releases the inner backends in a destructor. No call may follow.
   void drop_inners() { inners_.clear(); }
 

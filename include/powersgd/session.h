@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -90,6 +91,12 @@ class Session {
                                bool more_follow = false);
   // Begins what allreduce_compressed deferred because more calls were to follow.
   void flush();
+  // In between, an inner backend that coalesces issues no collective, and a step would go on with
+  // payloads that are not summed: it is an error instead.
+  void begin_coalescing();
+  void end_coalescing() { coalescing_ = false; }
+  bool is_coalescing() const { return coalescing_; }
+  void check_not_coalescing() const;
   // Replaces `gradient` with its sum over ranks divided by `divisor`, on the inner backend.
   WorkPtr average_exact(at::Tensor gradient, int divisor, Stats& stats);
   // Counts a gradient that is sent whole. A single rank sends nothing.
@@ -194,6 +201,7 @@ class Session {
   std::vector<std::shared_ptr<Connection>> connections_;
   std::map<c10::DeviceType, std::unique_ptr<Engine>> engines_;
 
+  std::atomic<bool> coalescing_{false};
   std::mutex after_end_mutex_;  // held by a job that runs once its engine has ended
 
   mutable std::mutex mutex_;  // guards the members below

@@ -5,13 +5,17 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "powersgd/backend.h"
+#include "powersgd/bucket_reducer.h"
+#include "powersgd/model_states.h"
 #include "powersgd/stats.h"
 #include "ranks/connected.h"
 #include "ranks/two_equal_ranks.h"
+#include "support/errors.h"
 #include "support/hook_defaults.h"
 #include "support/recording_backend.h"
 
@@ -57,6 +61,26 @@ TEST_P(Coalescing, ThoseAfterItAreCompressedAgain) {
   backend_->allreduce_coalesced(tensors_)->wait();
   EXPECT_EQ(inner_->methods(), (Names{"startCoalescing", "endCoalescing"}));
   EXPECT_EQ(compressed(), 2);
+}
+
+TEST_P(Coalescing, WhatAnAttachedModelReducesInsideIsAnErrorThatLosesNothing) {
+  const auto states = std::make_shared<ModelStates>(
+      backend_->session(), NamedParameters({"weight"}, tensors_), test::compressing(1));
+  const auto reducer = std::make_shared<BucketReducer>(backend_->session(), states);
+  at::Tensor gradient = at::ones({64 * 64});
+  const auto reduce = [&](bool more_follow) {
+    return reducer->reduce(0, gradient, {0}, /*divisor=*/2, more_follow);
+  };
+  const auto deferred = reduce(/*more_follow=*/true);
+  backend_->startCoalescing();
+  EXPECT_TRUE(deferred->wait()) << "it began before the block";
+  const at::Tensor kept = gradient.clone();
+  const int64_t step = states->step();
+  EXPECT_TRUE(test::contains(test::error_of([&] { reduce(false); }), "coalescing"));
+  EXPECT_TRUE(at::equal(gradient, kept));
+  EXPECT_EQ(states->step(), step);
+  backend_->endCoalescing();
+  EXPECT_TRUE(reduce(false)->wait());
 }
 
 INSTANTIATE_TEST_SUITE_P(Inner, Coalescing, testing::Bool(), [](const auto& coalesces) {

@@ -2,9 +2,13 @@
 #include "powersgd/parameter_state.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <memory>
+#include <string>
 
 #include "ranks/one_rank.h"
 #include "support/hook_defaults.h"
@@ -44,6 +48,22 @@ TEST(ParameterState, TheResidualIsWhatTheLastStepLeft) {
   EXPECT_TRUE(at::equal(state->residual(), left));
   state->mark_undelivered();
   EXPECT_TRUE(at::equal(state->residual(), state->memory));
+}
+
+// torch.set_float32_matmul_precision("high") lets a GPU round a product's operands to 10 bits.
+TEST(ParameterState, TheResidualsProductIsNotOfTF32) {
+  static int rounded = 0, exact = 0;
+  const auto note = [](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+    if (call.name() == std::string("aten::mm")) {
+      ++(at::NoTF32Guard::should_disable_tf32() ? exact : rounded);
+    }
+    return nullptr;
+  };
+  const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(note));
+  after_a_step()->residual();
+  at::removeCallback(handle);
+  EXPECT_EQ(exact, 1);
+  EXPECT_EQ(rounded, 0);
 }
 
 TEST(ParameterState, ADroppedStepIsMarkedUndelivered) {

@@ -133,6 +133,25 @@ TEST(StreamPipelineEnds, AFailedFirstPartLeavesTheJobBeforeItAlone) {
   });
 }
 
+// A device that has failed throws from everything that it is asked for.
+TEST(StreamPipelineEnds, IfUndoThrowsTooTheWorkHasTheFirstErrorAndTheNextJobRuns) {
+  for (const size_t failing : {0, 1}) {
+    in_many_orders([&](Group& group) {
+      const auto fail = [](Channel&) { throw std::runtime_error("bad"); };
+      Job job = failing == 0 ? test::job_of(fail) : test::job_of([](Channel&) {}, fail);
+      job.undo = [] { throw std::runtime_error("worse"); };
+      job.more_follow = true;
+      const auto bad = group.submit(std::move(job));
+      AffineJob good(fake::device(0));
+      good.fill(1);
+      good.submit(group.engine)->wait();
+      good.expect(6);
+      EXPECT_EQ(test::error_of([&] { bad->wait(); }), "bad");
+      EXPECT_TRUE(bad->isCompleted());
+    });
+  }
+}
+
 TEST(StreamPipelineEnds, AFailedSecondPartIsItsOwnWorksAndTheNextJobRuns) {
   in_many_orders([](Group& group) {
     Job job = test::job_of([](Channel&) { throw std::runtime_error("bad"); });

@@ -96,6 +96,17 @@ def test_a_wire_that_rounds_loses_nothing(inner: str, wire: str, world_size: int
     )
 
 
+def _identity_in_tf32(rank: int) -> None:
+    torch.set_float32_matmul_precision("high")
+    test_identity.identity(rank, options_of(), device="cuda")
+    # The live residual: a comparison mends a difference, and sets what was delivered apart.
+    test_check_every.damaged(rank, 1, "1", "cuda")
+
+
+def test_a_residual_has_all_bits_if_products_are_allowed_fewer() -> None:
+    run(_identity_in_tf32, options=options_of(check_every=3, min_numel=500))
+
+
 def _local_steps(rank: int) -> None:
     """Takes local steps whose rounds go on beside them, and ends with equal models."""
     torch.manual_seed(0)
