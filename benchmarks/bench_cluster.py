@@ -5,6 +5,7 @@
     python benchmarks/bench_cluster.py --quick --models gpt-1M
     python benchmarks/bench_cluster.py --methods none plain hook-1-bucket:4 bf16-wire:8,16,32
     python benchmarks/bench_cluster.py --rates 1gbit --delays 0.1 5 20 50 --seeds 3
+    python benchmarks/bench_cluster.py --rounds 0 --methods plain int8-wire:16
     python benchmarks/bench_cluster.py --before ../last-week --models gpt-1M --ranks 8 --delays 20
     python benchmarks/bench_cluster.py --device cuda --models gpt2 --json gpt2.json --logs logs
     python benchmarks/bench_cluster.py --show gpt2.json --picture gpt2.png
@@ -43,7 +44,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -97,6 +99,7 @@ class Bench:
             "titles": {contender.name: contender.title for contender in self.contenders},
             **({"before": commit(arguments.before)} if arguments.before else {}),
             "left_out": {contender.title: why for contender, why in lacks.items() if why},
+            "losses": {},
             "settings": [],
         }
 
@@ -105,6 +108,8 @@ class Bench:
         with torch.device("meta"):
             gradient_bytes = sum(p.nbytes for p in models.TASKS[model].make().parameters())
         learned = self._learned(model, ranks)
+        if not self.arguments.rounds:
+            return
         marks = figures.marks(learned, self.arguments.loss)
         of = self.arguments
         links = itertools.product(of.rates, of.delays, of.slow_start_after_idle)
@@ -125,7 +130,8 @@ class Bench:
         job = Job(contender.method, contender.rank or 0, model, self.arguments.device, seed)
         packages = self.arguments.before / "python" if contender.before else None
         logs = self.arguments.logs
-        return Player(cluster, job, limit, WARMUP_STEPS, self.variables, logs, packages)
+        variables = {**self.variables, **contender.how.variables}
+        return Player(cluster, job, limit, WARMUP_STEPS, variables, logs, packages)
 
     def _learned(self, model: str, ranks: int) -> dict[str, list[Run]]:
         """Returns the runs for the loss, one for each seed."""
@@ -135,10 +141,15 @@ class Bench:
             learners.sort(key=lambda contender: contender.method != "plain")
             with hosts.Hosts(ranks, None) as cluster:
                 for contender in learners:
-                    learned[contender.name] = [
-                        self._learn(cluster, model, contender, seed, learned.get("plain"))
+                    plain = learned.get("plain") if self.arguments.rounds else None
+                    runs = [
+                        self._learn(cluster, model, contender, seed, plain)
                         for seed in range(self.arguments.seeds)
                     ]
+                    learned[contender.name] = runs
+                    by_method = self.record["losses"].setdefault(f"{model}, {ranks} ranks", {})
+                    by_method[contender.name] = figures.losses(runs, self.arguments.learning_steps)
+                    write(self.record, self.arguments.json)
         return learned
 
     def _learn(
@@ -149,7 +160,7 @@ class Bench:
         seed: int,
         plain: Sequence[Run] | None,
     ) -> Run:
-        """Trains for plain's steps, and half as many more if plain's loss is not reached."""
+        """Trains for plain's steps, and half as many more if plain's final loss is not reached."""
         steps = self.arguments.learning_steps
         with self._player(cluster, 20, model, contender, seed) as player:
             run = player.turn(steps - WARMUP_STEPS - 1)
@@ -211,23 +222,31 @@ def _tell(where: str, contender: Contender, run: Run) -> None:
     print(f"{where}: {contender.title}", *times, *failures, sep="; ", flush=True)
 
 
-def measure(arguments: argparse.Namespace) -> Record:
-    """The record of the measurements."""
+@contextlib.contextmanager
+def machine(device: str, logs: Path | None) -> Iterator[Mapping[str, str]]:
+    """Yields the variables that processes on this device need, once earlier runs are cleared away.
+
+    An interruption, or an error of the hosts, ends the process.
+    """
     signals.unwind_on_signals()
     try:
         mps.sweep()
         if left := hosts.sweep():
             print(f"removed what an earlier run left: {', '.join(left)}")
         with contextlib.ExitStack() as stack:
-            on_gpu = arguments.device == "cuda"
-            variables = stack.enter_context(mps.service(arguments.logs)) if on_gpu else {}
-            bench = Bench(arguments, variables)
-            for model, ranks in itertools.product(arguments.models, arguments.ranks):
-                bench.measure(model, ranks)
+            yield stack.enter_context(mps.service(logs)) if device == "cuda" else {}
     except hosts.ClusterError as error:
-        sys.exit(f"bench_cluster: {error}")
+        sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def measure(arguments: argparse.Namespace) -> Record:
+    """The record of the measurements."""
+    with machine(arguments.device, arguments.logs) as variables:
+        bench = Bench(arguments, variables)
+        for model, ranks in itertools.product(arguments.models, arguments.ranks):
+            bench.measure(model, ranks)
     return bench.record
 
 

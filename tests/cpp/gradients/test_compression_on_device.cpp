@@ -74,7 +74,7 @@ Outcome train(const Place& place, const Options& options, bool blocks = false) {
   bad[5] = std::numeric_limits<float>::infinity();
   step(*model, bad);
   for (const std::string stage : {"project", "reduce_p", "orthogonalize", "reconstruct"}) {
-    session->set_stage_probe([&stage](const std::string& entered) {
+    session->set_stage_probe([&stage](const std::string& entered, int64_t) {
       if (entered == stage) throw std::runtime_error("injected failure");
     });
     step(*model, gradient(4));
