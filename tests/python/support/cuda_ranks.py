@@ -45,11 +45,11 @@ def run(
     options: tp.Options | None = None,
     backend: str = BACKEND,
     world_size: int = WORLD_SIZE,
+    timeout: float = 25,  # GPU time is short, and a hang must leave time for the other tests
 ) -> list[Any]:
     """Calls function(rank, *args) on each rank; returns the results by rank."""
-    options = options or options_of()
-    # GPU time is short, and a hang must leave time for the other tests.
-    return ranks.run(world_size, _main, function, backend, options, args, backend=None, timeout=25)
+    arguments = (function, backend, options or options_of(), args)
+    return ranks.run(world_size, _main, *arguments, backend=None, timeout=timeout)
 
 
 def compress(tensor: torch.Tensor, **arguments: Any) -> Any:

@@ -24,6 +24,7 @@ from support.meshes import mesh_of
 from support.on_ranks import on_ranks
 from support.paired_training import OPTIONS, TrainingPair
 from support.synthetic import gradient
+from torch_powersgd.group_backends import PLAIN_BACKENDS
 
 REPLICAS, SHARDS = 2, 2
 WORLD_SIZE = REPLICAS * SHARDS
@@ -97,12 +98,13 @@ def make_pair(
     options: tp.Options = OPTIONS,
     native: bool = False,
     scaler: torch.amp.GradScaler | None = None,
+    device: str = "cpu",
     **arguments: Any,
 ) -> TrainingPair:
     """A pair whose first module is attached on its shards or, if native, on the whole mesh."""
-    mesh = mesh_of(("cpu:powersgd", options))
+    mesh = mesh_of((f"{device}:powersgd", options), device=device)
     attached = sharded(mesh if native else mesh["shard"], **arguments)
-    plain = sharded(mesh_of("gloo"), **arguments)
+    plain = sharded(mesh_of(PLAIN_BACKENDS[device], device=device), **arguments)
     group = None if native else mesh.get_group("replicate")
     return TrainingPair(attached, plain, tp.attach(attached, scaler=scaler, group=group))
 
@@ -127,7 +129,8 @@ def passes(
         arguments: keyword arguments of the net.
     """
     key = dist.get_rank() if rank is None else rank
-    x = gradient((6, module.out.weight.shape[1]), "input", key, i).requires_grad_()
+    weight = module.out.weight
+    x = gradient((6, weight.shape[1]), "input", key, i).to(weight.device).requires_grad_()
     loss = module(x, **arguments).square().mean()
     (scale * loss).backward()
     assert x.grad is not None

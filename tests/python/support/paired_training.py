@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trains an attached module and a plain one over Gloo side by side in one job.
+"""Trains an attached module and a plain one over Gloo or NCCL side by side in one job.
 
 Before each step, the parameters and buffers of the attached module are copied to the plain one. Its
 gradients are then exactly those that the attached module would have without compression.
@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.call_observer import gloo
 from support.on_ranks import all_agree
 from support.synthetic import TOLERANCE, Ledger, Tensors, residuals_of
+from torch_powersgd.group_backends import PLAIN_BACKENDS
 from torch_powersgd.matrices import as_reals
 
 STEPS = 6
@@ -47,7 +47,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 def _bytes(tensor: torch.Tensor) -> bytes:
     tensor = tensor.detach()
     tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
 
 
 class TrainingPair:
@@ -159,18 +159,22 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     return as_reals(tensor.to_dense() if tensor.is_sparse else tensor.detach())
 
 
-def ddp_pair(make: Callable[[dist.ProcessGroup], nn.Module], **ddp_arguments: Any) -> TrainingPair:
+def ddp_pair(
+    make: Callable[[dist.ProcessGroup], nn.Module], device: str = "cpu", **ddp_arguments: Any
+) -> TrainingPair:
     """A pair of DDP modules.
 
     Args:
         make: Makes the module for a process group.
         ddp_arguments: Keyword arguments of DDP.
     """
-    world = dist.group.WORLD
+    world, plain = dist.group.WORLD, dist.new_group(backend=PLAIN_BACKENDS[device])
     assert world is not None
+    assert isinstance(plain, dist.ProcessGroup)
     modules = []
-    for group in (world, gloo()):
+    for group in (world, plain):
         torch.manual_seed(0)
-        modules.append(DistributedDataParallel(make(group), process_group=group, **ddp_arguments))
+        module = make(group).to(device)
+        modules.append(DistributedDataParallel(module, process_group=group, **ddp_arguments))
     attached, plain = modules
     return TrainingPair(attached, plain, tp.attach(attached, OPTIONS))

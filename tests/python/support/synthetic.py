@@ -185,8 +185,8 @@ def own_residuals_of(compression: tp.Compression) -> Tensors:
     """This process's residual of each parameter that has one, as [n, m] in float64."""
     saved = own_part(compression.state_dict(per_rank=True))["parameters"]
     return {
-        name.removeprefix("weights."): state["memory"].double()
-        - state["p_hat"].double() @ state["q_local"].double()
+        name.removeprefix("weights."): state["memory"].cpu().double()
+        - state["p_hat"].cpu().double() @ state["q_local"].cpu().double()
         for name, state in saved.items()
         if state.get("memory") is not None
     }
@@ -224,7 +224,7 @@ class Ledger:
 def add_to(totals: Tensors, tensors: Mapping[str, torch.Tensor]) -> None:
     """Adds each tensor to the total with its name, in float64."""
     for name, tensor in tensors.items():
-        total = tensor.double()
+        total = tensor.cpu().double()
         totals[name] = totals[name] + total if name in totals else total
 
 

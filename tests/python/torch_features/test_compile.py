@@ -30,10 +30,7 @@ class Layers(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("optimize_ddp", [True, False])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-@on_ranks(2, options=OPTIONS)
-def test_a_compiled_module(rank: int, backend: str, optimize_ddp: bool) -> None:
+def train_compiled(rank: int, backend: str, optimize_ddp: bool, device: str) -> None:
     torch._dynamo.config.optimize_ddp = optimize_ddp
     graphs: list[torch.fx.GraphModule] = []
 
@@ -42,17 +39,24 @@ def test_a_compiled_module(rank: int, backend: str, optimize_ddp: bool) -> None:
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
     def backward(ddp: DistributedDataParallel, i: int) -> list[torch.Tensor | None]:
-        x = gradient((8, 512), "input", rank, i).requires_grad_()
+        x = gradient((8, 512), "input", rank, i).to(device).requires_grad_()
         loss = compiled[ddp](x).square().mean()
         loss.backward()
         return [loss, x.grad]
 
-    pair = ddp_pair(lambda _: Layers(), bucket_cap_mb=1)
+    pair = ddp_pair(lambda _: Layers(), device, bucket_cap_mb=1)
     compiled: dict[Any, Any] = {ddp: torch.compile(ddp, backend=counting) for ddp in pair.modules}
     pair.train(backward)
     pair.check()
     assert (len(graphs) > 1) == optimize_ddp  # DDPOptimizer splits the graph
     assert tp.stats()["compressed_calls"] > 6  # several buckets a step
+
+
+@pytest.mark.parametrize("optimize_ddp", [True, False])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@on_ranks(2, options=OPTIONS)
+def test_a_compiled_module(rank: int, backend: str, optimize_ddp: bool) -> None:
+    train_compiled(rank, backend, optimize_ddp, "cpu")
 
 
 @on_ranks(1)

@@ -157,14 +157,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def train_variant(rank: int, name: str, native: bool, device: str) -> None:
+    pair = make_pair(native=native, device=device, **VARIANTS[name])
+    pair.train(passes)
+    pair.check()
+    assert pair.compression.stats()["steps"] == STEPS
+
+
 @both
 @pytest.mark.parametrize("name", VARIANTS)
 @on_mesh
 def test_options_and_arguments_of_fully_shard(rank: int, name: str, native: bool) -> None:
-    pair = make_pair(native=native, **VARIANTS[name])
-    pair.train(passes)
-    pair.check()
-    assert pair.compression.stats()["steps"] == STEPS
+    train_variant(rank, name, native, "cpu")
 
 
 @on_mesh

@@ -40,22 +40,25 @@ from torch_powersgd.targets import DdpTarget
 OPTIONS: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 
 
-def _group(members: Iterable[int]) -> dist.ProcessGroup:
-    group = dist.new_group(list(members), backend="cpu:powersgd", use_local_synchronization=True)
+def _group(members: Iterable[int], device: str = "cpu") -> dist.ProcessGroup:
+    backend = f"{device}:powersgd"
+    group = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def _model() -> Synthetic:
-    return Synthetic({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+def _model(device: str = "cpu") -> Synthetic:
+    return Synthetic({name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()})
 
 
 class _Job:
     """One process's part of a job whose gradients are known, of DDP or of named tensors."""
 
-    def __init__(self, target: str, group: dist.ProcessGroup, **options: Any) -> None:
-        self.model = _model()
-        self.target = target
+    def __init__(
+        self, target: str, group: dist.ProcessGroup, device: str = "cpu", **options: Any
+    ) -> None:
+        self.model = _model(device)
+        self.target, self.device = target, device
         self.attach(group, {**OPTIONS, **options})
 
     def attach(self, group: dist.ProcessGroup, options: Any = None, previous: Any = None) -> None:
@@ -72,7 +75,7 @@ class _Job:
 
     def step(self, rank: int, i: int) -> Tensors:
         """The average of a step."""
-        mine = gradients(SHAPES, rank, i)
+        mine = {name: g.to(self.device) for name, g in gradients(SHAPES, rank, i).items()}
         if self.ddp is None:
             self.compression.all_reduce(mine).wait()
             return mine
@@ -103,12 +106,7 @@ def _sum_over(tensors: Tensors, group: dist.ProcessGroup | None = None) -> Tenso
     return summed
 
 
-@pytest.mark.parametrize("target", ["ddp", "tensors"])
-@pytest.mark.parametrize("wire", [None, "int8"])
-@on_ranks(3)
-def test_who_stays_keeps_its_residual_and_who_joins_starts_with_none(
-    rank: int, target: str, wire: str | None
-) -> None:
+def stay_and_join(rank: int, target: str, wire: str | None, device: str) -> None:
     """Process 1 leaves after 5 steps, and a new one takes its place after 10."""
     sent: Tensors = {}
     wanted: Tensors = {}
@@ -119,13 +117,13 @@ def test_who_stays_keeps_its_residual_and_who_joins_starts_with_none(
             for member in members:
                 add_to(wanted, gradients(SHAPES, member, i))
 
-    job = _Job(target, world(), wire_dtype=wire)
+    job = _Job(target, world(), device, wire_dtype=wire)
     train(job, range(5), [0, 1, 2])
     mine = job.residuals()
     left = _sum_over({name: residual * (rank == 1) for name, residual in mine.items()})
-    everyone = _group([0, 1, 2])
+    everyone = _group([0, 1, 2], device)
     if rank != 1:
-        pair, former = _group([0, 2]), job.compression
+        pair, former = _group([0, 2], device), job.compression
         job.move(pair)
         assert former.ended
         assert job.compression.group is pair
@@ -134,7 +132,7 @@ def test_who_stays_keeps_its_residual_and_who_joins_starts_with_none(
         assert all_agree([state["q_warm"].tolist() for state in job.local().values()], pair)
         job.move(everyone)
     else:
-        job = _Job(target, everyone, wire_dtype=wire)
+        job = _Job(target, everyone, device, wire_dtype=wire)
     assert all_agree(job.compression._reducer.states.step)
     assert all_agree([state["q_warm"].tolist() for state in job.local().values()])
     train(job, range(10, 15), [0, 1, 2])
@@ -145,6 +143,15 @@ def test_who_stays_keeps_its_residual_and_who_joins_starts_with_none(
     for name, total in wanted.items():
         found = sent[name] + residuals.get(name, 0) + left.get(name, 0)
         assert relative_error(found, total) < 3 * TOLERANCE[torch.float32], name
+
+
+@pytest.mark.parametrize("target", ["ddp", "tensors"])
+@pytest.mark.parametrize("wire", [None, "int8"])
+@on_ranks(3)
+def test_who_stays_keeps_its_residual_and_who_joins_starts_with_none(
+    rank: int, target: str, wire: str | None
+) -> None:
+    stay_and_join(rank, target, wire, "cpu")
 
 
 def _dies_in_a_step(rank: int, discards: bool) -> dict[str, float] | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A module that is wrapped in DDP anew: a warning if the residual of the old wrapper is lost."""
+"""A module that is wrapped in DDP anew: its residual moves, or a warning says that it is lost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support import ranks
 from support.log_records import LogRecords
 from support.on_ranks import on_ranks
-from support.synthetic import SHAPES, make_compressed, train
+from support.synthetic import (
+    SHAPES,
+    Ledger,
+    gradients,
+    make_compressed,
+    mean_gradients,
+    step,
+    train,
+)
 
 OPTIONS: dict[str, Any] = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 1}
 
@@ -27,6 +37,26 @@ def _trained(steps: int = 4, **options: Any) -> tuple[DistributedDataParallel, t
 def _attach_anew(module: torch.nn.Module) -> tuple[DistributedDataParallel, tp.Compression]:
     new = DistributedDataParallel(module)
     return new, tp.attach(new, OPTIONS)
+
+
+def replace_the_default_group(rank: int, device: str) -> None:
+    ddp, compression = make_compressed(SHAPES, OPTIONS, device=device)
+    ledger = Ledger()
+    for i in range(6):
+        if i == 3:
+            dist.destroy_process_group()
+            ranks.init_group(f"{device}:powersgd")
+            ddp = DistributedDataParallel(ddp.module)
+            compression = tp.attach(ddp, previous=compression)
+        mine = {name: g.to(device) for name, g in gradients(SHAPES, rank, i).items()}
+        ledger.add(step(ddp, mine), mean_gradients(SHAPES, 2, i))
+    ledger.check(compression)
+    assert compression.stats()["compressed_calls"] == 4
+
+
+@on_ranks(2)
+def test_the_residual_moves_to_another_default_group(rank: int) -> None:
+    replace_the_default_group(rank, "cpu")
 
 
 def _count(records: LogRecords) -> int:

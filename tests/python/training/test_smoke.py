@@ -51,7 +51,9 @@ def _train(rank: int, device: str) -> tuple[list[str], list[float], dict[str, An
 def _check(world_size: int, device: str, inner: str = "auto") -> None:
     options = dataclasses.replace(OPTIONS, inner=inner)
     if device == "cuda":
-        results = cuda_ranks.run(_train, device, options=options, world_size=world_size)
+        timeout = 5.0 * max(5, world_size)  # which take turns on the device
+        arguments: Any = {"options": options, "world_size": world_size, "timeout": timeout}
+        results = cuda_ranks.run(_train, device, **arguments)
     else:
         results = ranks.run(world_size, _train, device, options=options)
     for hashes, losses, stats in results:
@@ -81,8 +83,15 @@ def test_two_ranks_agree(device: str, inner: str) -> None:
     _check(2, device, inner)
 
 
-@pytest.mark.parametrize("device", [CUDA, "cpu"])
-def test_four_ranks_agree_two_shot(device: str) -> None:
-    p, _ = _C.traffic_of([(4096, WIDTH)], OPTIONS._core(), torch.float32, device, 4)
+@pytest.mark.parametrize(
+    ("world_size", "device"),
+    [
+        pytest.param(4, "cuda", marks=needs_cuda),
+        pytest.param(8, "cuda", marks=needs_cuda),
+        (4, "cpu"),
+    ],
+)
+def test_more_ranks_agree_two_shot(world_size: int, device: str) -> None:
+    p, _ = _C.traffic_of([(4096, WIDTH)], OPTIONS._core(), torch.float32, device, world_size)
     assert p.schedule == "two-shot"
-    _check(4, device)
+    _check(world_size, device)
