@@ -37,8 +37,8 @@ __device__ __forceinline__ void load_p(const Matrix& matrix, int64_t begin, int 
   }
 }
 
-// Q's ranks from k0 on, at the lane's columns from `q` on. Beyond the rank they are -0, as a product
-// of 0 and -0 leaves any sum as it is, even -0.
+// Q's ranks from k0 on, at the lane's columns from `q` on. Beyond the rank they are -0, as a
+// product of 0 and -0 leaves any sum as it is, even -0.
 template <int R, typename F>
 __device__ __forceinline__ void load_q(const F* q, const Matrix& matrix, const LaneColumns& columns,
                                        int64_t k0, F (&out)[kGroupsOfQ<R, F>][4]) {

@@ -49,8 +49,8 @@ __device__ __forceinline__ int rows_from(const Tile& tile, int64_t begin, int mo
 }
 
 // A lane's columns of a strip, from `first` on. Where the gradient is not aligned, the lanes take
-// turns, so that neighbors store neighboring elements: the L1 cache joins loads from one sector, but
-// not stores to it.
+// turns, so that neighbors store neighboring elements: the L1 cache joins loads of one sector, but
+// not stores.
 struct StripColumns {
   int64_t first;
   LaneColumns columns;
