@@ -41,7 +41,7 @@ Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
   const Kind& kind = *measured.kind;
   std::vector<Matrix> matrices;
   Bucket bucket{};
-  int64_t numel = 0;
+  int64_t numel = layout.in_front;
   double* const units = pool.upload(std::vector<double>(layout.shapes.size(), 1.0));
   for (const Shape& shape : layout.shapes) {
     const int64_t r = std::min({measured.rank, shape.rows, shape.cols});
@@ -58,12 +58,17 @@ Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
     bucket.p_numel += shape.rows * r;
     bucket.q_numel += shape.cols * r;
   }
+  std::vector<RawSegment> raw;
+  if (layout.in_front > 0) raw.push_back({0, layout.in_front, bucket.p_numel});
+  bucket.p_numel += layout.in_front;
   for (Matrix& m : matrices) m.use_offset = bucket.p_numel++;
   bucket.p_numel += 1;
-  const TileTable table = cuda::make_tiles(matrices, {}, DType::kFloat32);
+  const TileTable table = cuda::make_tiles(matrices, raw, DType::kFloat32);
   bucket.matrices = pool.upload(matrices);
+  bucket.raw_segments = pool.upload(raw);
   bucket.tiles = pool.upload(table.tiles);
   bucket.num_matrices = static_cast<int32_t>(matrices.size());
+  bucket.num_raw_segments = static_cast<int32_t>(raw.size());
   bucket.tile_list_begin = table.list_begin;
   bucket.largest_rank = table.largest_rank;
   bucket.gradient = pool.zeros(numel * bytes_of(kind.gradient));
@@ -127,7 +132,7 @@ double copy_bytes_per_ms() {
 }
 
 void fill(const Bucket& bucket, const Layout& layout, int directions, uint32_t seed) {
-  int64_t offset = 0;
+  int64_t offset = layout.in_front;
   for (const Shape& shape : layout.shapes) {
     const int64_t count = shape.rows * shape.cols;
     if (bucket.gradient_dtype == DType::kFloat32)

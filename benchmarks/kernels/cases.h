@@ -25,6 +25,7 @@ struct Shape {
 struct Layout {
   std::string name, title;
   std::vector<Shape> shapes;
+  int64_t in_front = 0;  // elements of an uncompressed parameter before the matrices
 
   int64_t numel() const {
     int64_t sum = 0;
@@ -41,13 +42,18 @@ inline std::vector<Shape> repeated(const std::vector<Shape>& shapes, int times) 
   return out;
 }
 
+inline const std::vector<Shape> kLlama = {{4096, 4096}, {4096, 4096}, {11008, 4096}, {4096, 11008}};
+
 inline const std::vector<Layout> kLayouts = {
     {"square", "25 MB square", std::vector<Shape>(6, {1024, 1024})},
     {"gpt2", "25 MB GPT-2", kGpt2},
     {"gpt2x4", "100 MB GPT-2", repeated(kGpt2, 4)},
     {"resnet50", "25 MB ResNet-50", {{512, 4608}, {2048, 512}, {512, 2048}, {1000, 2048}}},
     {"embedding", "GPT-2 embedding", {{50257, 768}}},
-    {"llama", "Llama-7B layer", {{4096, 4096}, {4096, 4096}, {11008, 4096}, {4096, 11008}}},
+    {"llama", "Llama-7B layer", kLlama},
+    // A scalar in front shifts the matrices' gradients off their alignment.
+    {"gpt2x4+1", "100 MB GPT-2 + 1", repeated(kGpt2, 4), 1},
+    {"llama+1", "Llama-7B + 1", kLlama, 1},
 };
 
 // The rank of a deficient gradient is half the matrix rank, as with small batches. orthogonalize

@@ -187,10 +187,11 @@ __device__ __forceinline__ void narrow_columns(const Factor<Storage> (&in)[4], D
   for (int j = 0; j < 4; ++j) out[j] = narrow<Storage>(in[j], dtype);
 }
 
-// How many of a lane's four columns exist, and whether vector accesses reach them.
+// Which of a lane's four columns exist, and whether vector accesses reach them.
 struct LaneColumns {
   bool aligned;
-  int count;  // may exceed 4
+  int count;       // of all columns from the lane's first on
+  int stride = 1;  // from one of the lane's columns to the next; 1 if aligned
 };
 
 // The same for columns that may be unaligned, or beyond the last, which then count as 0. An aligned
@@ -202,8 +203,10 @@ __device__ __forceinline__ void load_stored(const Storage* address, const LaneCo
     load_stored<kAccess>(address, out);
   } else {
     POWERSGD_UNROLL
-    for (int j = 0; j < 4; ++j)
-      out[j] = j < columns.count ? load_vector<kAccess, Storage>(address + j) : Storage{0};
+    for (int j = 0; j < 4; ++j) {
+      const int i = j * columns.stride;
+      out[j] = i < columns.count ? load_vector<kAccess, Storage>(address + i) : Storage{0};
+    }
   }
 }
 template <Access kAccess, typename Storage>
@@ -221,7 +224,8 @@ __device__ __forceinline__ void store_stored(Storage* address, const LaneColumns
   } else {
     POWERSGD_UNROLL
     for (int j = 0; j < 4; ++j) {
-      if (j < columns.count) store_vector<kAccess>(address + j, in[j]);
+      const int i = j * columns.stride;
+      if (i < columns.count) store_vector<kAccess>(address + i, in[j]);
     }
   }
 }

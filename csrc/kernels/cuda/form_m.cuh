@@ -17,8 +17,9 @@ struct Rows {
   M* memory;       // unless M is the gradient
   const F* p_hat;  // the first row; the last step sent the product p_hat q_local
   int cols;
-  int count;  // rows that exist, of kRows
-  bool aligned;
+  int count;              // rows that exist, of kRows
+  bool gradient_aligned;  // the buffer's owner decides where a gradient lies
+  bool aligned;           // memory, q_local and q_warm
   DType gradient_dtype, residual_dtype;
   const Work* work;  // in shared memory, for what no register holds
 
@@ -30,8 +31,10 @@ struct Rows {
     return work->float_scale;
   }
 
-  // A lane's columns from `col` on, of a tile of `width`.
-  __device__ LaneColumns columns(int col, int width) const { return {aligned, width - col}; }
+  // A lane's columns from `col` on, of a tile of `width`: all four if aligned.
+  __device__ LaneColumns columns(int col, int width) const {
+    return {aligned, aligned ? 4 : width - col};
+  }
 
   // A row beyond the last repeats the first, and is not stored.
   __device__ int64_t offset(int row) const { return row < count ? int64_t{row} * cols : 0; }
@@ -55,8 +58,8 @@ __device__ __forceinline__ Rows<kRows, F, G, M> rows_of(const Bucket& bucket, co
   rows.p_hat = global(static_cast<const F*>(matrix.p_hat)) + row * matrix.rank;
   rows.cols = static_cast<int>(matrix.cols);
   // Without branches, as the first loads wait for it.
-  rows.aligned = is_aligned(gradient, matrix.cols) &
-                 is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &
+  rows.gradient_aligned = is_aligned(gradient, matrix.cols);
+  rows.aligned = is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &
                  is_aligned(static_cast<const F*>(matrix.q_local), matrix.cols) &
                  is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
   rows.gradient_dtype = bucket.gradient_dtype;
@@ -77,9 +80,10 @@ struct StoredElements {
   template <int kRows, typename F>
   __device__ __forceinline__ void load(const Rows<kRows, F, G, M>& rows, int first, int col,
                                        const LaneColumns& columns) {
+    const LaneColumns of_gradient{rows.gradient_aligned, columns.count};
     POWERSGD_UNROLL
     for (int i = 0; i < kLoadedRows; ++i)
-      load_stored<Access::kNonTemporal>(rows.gradient + rows.offset(first + i) + col, columns,
+      load_stored<Access::kNonTemporal>(rows.gradient + rows.offset(first + i) + col, of_gradient,
                                         gradient[i]);
     if (!rows.has_memory()) return;
     POWERSGD_UNROLL

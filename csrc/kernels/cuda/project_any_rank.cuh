@@ -18,7 +18,8 @@ __device__ void reload_m(const Rows<kRows, F, G, M>& rows, int col, const LaneCo
       load_columns<Access::kReuse>(rows.memory + rows.offset(i) + col, columns, rows.residual_dtype,
                                    m[i]);
     } else {
-      load_columns<Access::kReuse>(rows.gradient + rows.offset(i) + col, columns,
+      load_columns<Access::kReuse>(rows.gradient + rows.offset(i) + col,
+                                   LaneColumns{rows.gradient_aligned, columns.count},
                                    rows.gradient_dtype, m[i]);
       replace_non_finite(m[i]);
     }

@@ -132,14 +132,22 @@ class ProjectTile {
         panels_(p_ + kElementsOfP) {}
 
   // A whole tile is a separate case, so the compiler knows that all its rows exist and that vector
-  // accesses reach them: that is a third of the instructions.
+  // accesses reach them: that is a third of the instructions. So is one with only the gradient
+  // unaligned, as behind a parameter of odd size.
   __device__ __forceinline__ void run(const Bucket& bucket) {
     const bool whole = work_->tile.row_end - work_->tile.row_begin == kProjectRows<R>;
     if (whole && rows_.aligned) {
       rows_.aligned = true;
       rows_.count = kRows;
-      take_strips(bucket);
+      if (rows_.gradient_aligned) {
+        rows_.gradient_aligned = true;
+        take_strips(bucket);
+      } else {
+        rows_.gradient_aligned = false;
+        take_strips(bucket);
+      }
     } else {
+      rows_.gradient_aligned = rows_.aligned = rows_.gradient_aligned && rows_.aligned;
       take_strips(bucket);
     }
     products_.finish(bucket, *work_, p_ + kElementsOfP);

@@ -37,21 +37,20 @@ __device__ __forceinline__ void load_p(const Matrix& matrix, int64_t begin, int 
   }
 }
 
-// Q's ranks from k0 on, at the lane's columns from `q` on, of which `count` exist. Beyond the rank
-// they are -0, as a product of 0 and -0 leaves any sum as it is, even -0.
+// Q's ranks from k0 on, at the lane's columns from `q` on. Beyond the rank they are -0, as a
+// product of 0 and -0 leaves any sum as it is, even -0.
 template <int R, typename F>
-__device__ __forceinline__ void load_q(const F* q, const Matrix& matrix, int count, int64_t k0,
-                                       F (&out)[kGroupsOfQ<R, F>][4]) {
+__device__ __forceinline__ void load_q(const F* q, const Matrix& matrix, const LaneColumns& columns,
+                                       int64_t k0, F (&out)[kGroupsOfQ<R, F>][4]) {
   int warp = warp_id();
   hide_from_optimizer(warp);
   int64_t k = k0 + warp;
   const F* row = q + k * matrix.cols;
-  const LaneColumns columns{is_aligned(row, matrix.cols), count};
   POWERSGD_UNROLL
   for (int n = 0; n < kGroupsOfQ<R, F>; ++n) {
     POWERSGD_UNROLL
     for (int j = 0; j < 4; ++j) out[n][j] = F{-0.0};
-    if (count > 0 && k < matrix.rank)
+    if (columns.count > 0 && k < matrix.rank)
       load_columns<Access::kReuse>(row, columns, DType::kFloat32, out[n]);
     k += kWarps;
     row += kWarps * matrix.cols;
@@ -75,14 +74,15 @@ __device__ __forceinline__ void stage_groups(const F (&groups)[N][4], F scale, F
 // and has copied nothing, if `await` does.
 template <int R, typename F, typename Await>
 __device__ __forceinline__ bool stage_ranks(const Bucket& bucket, const Matrix& matrix,
-                                            const Tile& tile, int begin, int64_t k0, bool stages_q,
-                                            const Await& await) {
+                                            const Tile& tile, const StripColumns& lane, int begin,
+                                            int64_t k0, bool stages_q, const Await& await) {
   F p_groups[kGroupsOfP<R, F>][4], q_groups[kGroupsOfQ<R, F>][4];
   load_p<R>(matrix, tile.row_begin + begin, rows_from(tile, tile.row_begin + begin, kStagedRows<R>),
             k0, p_groups);
-  const int64_t col = tile.col_begin + lane_id() * 4;
-  const int count = stages_q ? static_cast<int>(tile.col_end - col) : 0;
-  load_q<R>(q_payload<F>(bucket) + matrix.q_offset + col, matrix, count, k0, q_groups);
+  const F* const q = q_payload<F>(bucket) + matrix.q_offset;
+  LaneColumns columns = lane.of(q, matrix);
+  if (!stages_q) columns.count = 0;
+  load_q<R>(q + lane.first, matrix, columns, k0, q_groups);
   const F scale = scale_of_p<F>(bucket, matrix);
   if (await()) return true;
   __syncthreads();
@@ -137,10 +137,9 @@ __device__ __forceinline__ bool reconstruct_high_rank(const Bucket& bucket, cons
                                                       const AwaitChecks& await_checks) {
   using F = Factor<G>;
   constexpr int kRanks = kStagedRanks<R, F>;
-  if (stage_ranks<R, F>(bucket, matrix, tile, 0, 0, true, await_checks)) return true;
-  const int64_t col = tile.col_begin + lane_id() * 4;
-  const int count = static_cast<int>(tile.col_end - col);
-  const bool aligned = is_aligned(gradient, matrix.cols);
+  const StripColumns lane(gradient, matrix, tile);
+  if (stage_ranks<R, F>(bucket, matrix, tile, lane, 0, 0, true, await_checks)) return true;
+  const LaneColumns& columns = lane.columns;
   const int first = warp_id() * kRowsOfWarp;
   const int tile_rows = static_cast<int>(tile.row_end - tile.row_begin);
   for (int begin = 0; begin < tile_rows; begin += kRowsOfBlock) {
@@ -150,23 +149,24 @@ __device__ __forceinline__ bool reconstruct_high_rank(const Bucket& bucket, cons
     int64_t k0 = 0;
     do {
       if (staged_row == 0 && (begin > 0 || k0 > 0))
-        stage_ranks<R, F>(bucket, matrix, tile, begin, k0, R == kAnyRank && matrix.rank > kRanks,
-                          [] { return false; });
+        stage_ranks<R, F>(bucket, matrix, tile, lane, begin, k0,
+                          R == kAnyRank && matrix.rank > kRanks, [] { return false; });
       const int64_t left = matrix.rank - k0;
-      if (count > 0 && rows > 0)
+      if (columns.count > 0 && rows > 0)
         add_ranks<R>(staged_p<F>() + (staged_row + first) * kRanks,
                      staged_q<R, F>() + lane_id() * 4,
                      R == kAnyRank && left >= kRanks ? kRanks : static_cast<int>(left), sum);
       k0 += kRanks;
     } while (R == kAnyRank && k0 < matrix.rank);
-    if (count <= 0) continue;
+    if (columns.count <= 0) continue;
     int row = first;
     hide_from_optimizer(row);
-    G* const out = gradient + (tile.row_begin + begin + row) * matrix.cols + col;
-    if (aligned)
+    G* const out = gradient + (tile.row_begin + begin + row) * matrix.cols + lane.first;
+    if (columns.aligned)
       store_rows(out, matrix.cols, rows, LaneColumns{true, 4}, bucket.gradient_dtype, sum);
     else
-      store_rows(out, matrix.cols, rows, LaneColumns{false, count}, bucket.gradient_dtype, sum);
+      store_rows(out, matrix.cols, rows, LaneColumns{false, columns.count, kWarpSize},
+                 bucket.gradient_dtype, sum);
   }
   return false;
 }

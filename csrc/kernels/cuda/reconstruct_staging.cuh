@@ -48,6 +48,27 @@ __device__ __forceinline__ int rows_from(const Tile& tile, int64_t begin, int mo
   return left < most ? static_cast<int>(left) : most;
 }
 
+// A lane's columns of a strip, from `first` on. Where the gradient is not aligned, the lanes take
+// turns, so that neighbors store neighboring elements: the L1 cache joins loads of one sector, but
+// not stores.
+struct StripColumns {
+  int64_t first;
+  LaneColumns columns;
+
+  template <typename G>
+  __device__ StripColumns(const G* gradient, const Matrix& matrix, const Tile& tile) {
+    const bool aligned = is_aligned(gradient, matrix.cols);
+    first = tile.col_begin + lane_id() * (aligned ? 4 : 1);
+    columns = {aligned, static_cast<int>(tile.col_end - first), aligned ? 1 : kWarpSize};
+  }
+
+  // The same columns of another array, with rows of the same length.
+  template <typename F>
+  __device__ LaneColumns of(const F* base, const Matrix& matrix) const {
+    return {columns.aligned && is_aligned(base, matrix.cols), columns.count, columns.stride};
+  }
+};
+
 // The factor of p_hat in the output.
 template <typename F>
 __device__ __forceinline__ F scale_of_p(const Bucket& bucket, const Matrix& matrix) {

@@ -30,18 +30,16 @@ __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const
                                                      const AwaitChecks& await_checks) {
   using F = Factor<G>;
   const F* const q = q_payload<F>(bucket);
-  const int64_t col = tile.col_begin + threadIdx.x % kWarpSize * 4;
-  const int count = static_cast<int>(tile.col_end - col);
-  const LaneColumns columns{is_aligned(gradient, matrix.cols), count};
-  const LaneColumns q_columns{is_aligned(q + matrix.q_offset, matrix.cols), count};
-  const bool active = count > 0;
+  const StripColumns lane(gradient, matrix, tile);
+  const LaneColumns q_columns = lane.of(q + matrix.q_offset, matrix);
+  const bool active = lane.columns.count > 0;
   F factor[R][4];
   POWERSGD_UNROLL
   for (int k = 0; k < R; ++k) {
     POWERSGD_UNROLL
     for (int j = 0; j < 4; ++j) factor[k][j] = 0;
     if (active && k < matrix.rank)
-      load_columns<Access::kReuse>(q + matrix.q_offset + k * matrix.cols + col, q_columns,
+      load_columns<Access::kReuse>(q + matrix.q_offset + k * matrix.cols + lane.first, q_columns,
                                    DType::kFloat32, factor[k]);
   }
   bool waits = true;
@@ -61,8 +59,8 @@ __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const
         POWERSGD_UNROLL
         for (int j = 0; j < 4; ++j) sum[j] += p * factor[k][j];
       }
-      store_columns<Access::kNonTemporal>(gradient + (begin + row) * matrix.cols + col, columns,
-                                          bucket.gradient_dtype, sum);
+      store_columns<Access::kNonTemporal>(gradient + (begin + row) * matrix.cols + lane.first,
+                                          lane.columns, bucket.gradient_dtype, sum);
     }
   }
   return waits ? await_checks() : false;
