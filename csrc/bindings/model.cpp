@@ -144,6 +144,7 @@ void register_model(py::module_& module) {
   py::class_<NamedTensors>(module, "NamedTensors")
       .def(py::init<std::shared_ptr<BucketReducer>, size_t>(), py::arg("reducer"),
            py::arg("bucket_bytes"), NoGil())
+      .def_property_readonly("buckets", &NamedTensors::buckets)
       .def("all_reduce", &NamedTensors::all_reduce, py::arg("tensors"),
            py::arg("find_absent") = nullptr, NoGil())
       .def("sum", &NamedTensors::sum, py::arg("tensors"), NoGil());

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -18,7 +19,7 @@ namespace {
 // A buffer that is reduced, and the tensors that it was packed from.
 struct Packed {
   at::Tensor buffer;
-  std::vector<at::Tensor> tensors;  // empty: the buffer is the memory of the one tensor
+  std::vector<at::Tensor> tensors;  // empty: the buffer is the memory of the tensors
 };
 
 // The works of all buckets. Waiting also copies the means from the buffers to the tensors.
@@ -66,19 +67,24 @@ class UnpackingWork final : public CombinedWork {
   const NamedTensors::FindAbsent find_absent_;
 };
 
-Packed pack(const std::vector<at::Tensor>& tensors, const std::vector<size_t>& indices) {
-  Packed packed;
-  if (indices.size() == 1 && tensors[indices.front()].is_contiguous()) {
-    packed.buffer = tensors[indices.front()].view(-1);
-    return packed;
+// Returns the memory of tensors that lie side by side in one storage, in this order, as one tensor.
+std::optional<at::Tensor> memory_of(const std::vector<at::Tensor>& tensors) {
+  const at::Tensor& first = tensors.front();
+  int64_t end = first.storage_offset();
+  for (const at::Tensor& tensor : tensors) {
+    const bool follows = tensor.is_contiguous() && tensor.storage_offset() == end &&
+                         tensor.storage().is_alias_of(first.storage());
+    if (!follows) return std::nullopt;
+    end += tensor.numel();
   }
+  return first.as_strided({end - first.storage_offset()}, {1});
+}
+
+Packed pack(std::vector<at::Tensor> tensors) {
+  if (std::optional<at::Tensor> memory = memory_of(tensors)) return {*std::move(memory), {}};
   std::vector<at::Tensor> flat;
-  for (const size_t index : indices) {
-    packed.tensors.push_back(tensors[index]);
-    flat.push_back(tensors[index].reshape(-1));
-  }
-  packed.buffer = at::cat(flat);
-  return packed;
+  for (const at::Tensor& tensor : tensors) flat.push_back(tensor.reshape(-1));
+  return {at::cat(flat), std::move(tensors)};
 }
 
 void check(const at::Tensor& tensor, const at::Tensor& attached, const std::string& name) {
@@ -123,7 +129,9 @@ c10::intrusive_ptr<c10d::Work> NamedTensors::reduce(const std::vector<at::Tensor
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   std::vector<Packed> packed;
   for (size_t i = 0; i < buckets_.size(); ++i) {
-    packed.push_back(pack(reals, buckets_[i]));
+    std::vector<at::Tensor> bucket;
+    for (const size_t index : buckets_[i]) bucket.push_back(reals[index]);
+    packed.push_back(pack(std::move(bucket)));
     works.push_back(reducer_->reduce(i, packed.back().buffer, buckets_[i], divisor,
                                      /*more_follow=*/i + 1 < buckets_.size()));
   }

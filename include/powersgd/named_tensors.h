@@ -13,8 +13,9 @@
 
 namespace powersgd {
 
-// Purpose: averages tensors that are known by name, for custom training loops. It packs them into
-// buckets, which overlap like DDP's.
+// Purpose: averages tensors that are known by name, for custom training loops, in buckets that
+// overlap like DDP's. Tensors of a bucket that lie side by side in one storage, in their order, are
+// reduced where they are. Others are copied there and back.
 //
 // Contract: every rank reduces the same tensors in the same order.
 //
@@ -28,6 +29,9 @@ class NamedTensors {
 
   // A bucket holds tensors of one dtype and device, `bucket_bytes` in total or slightly more.
   NamedTensors(std::shared_ptr<BucketReducer> reducer, size_t bucket_bytes);
+
+  // The indices of the tensors of each bucket.
+  const std::vector<std::vector<size_t>>& buckets() const { return buckets_; }
 
   // Replaces each tensor with its mean over ranks, and ends a step. The tensors are those of
   // attach, in the same order. They hold the means once the caller has waited for the Work. Throws
@@ -43,7 +47,7 @@ class NamedTensors {
                                         FindAbsent find_absent);
 
   const std::shared_ptr<BucketReducer> reducer_;
-  const std::vector<std::vector<size_t>> buckets_;  // indices of the tensors
+  const std::vector<std::vector<size_t>> buckets_;
 };
 
 }  // namespace powersgd

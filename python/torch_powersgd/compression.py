@@ -37,7 +37,9 @@ from torch_powersgd.store_agreement import (
 from torch_powersgd.summary import summary
 from torch_powersgd.targets import Target, shard_of
 
-BUCKET_BYTES = 25 << 20  # of named tensors, as DDP's bucket_cap_mb
+# Of named tensors. On CPUs as DDP's bucket_cap_mb; GPUs spend less on fewer calls.
+BUCKET_BYTES = 25 << 20
+BUCKET_BYTES_ON_GPUS = 100 << 20
 
 
 class Compression(Stateful):
@@ -76,7 +78,8 @@ class Compression(Stateful):
         self._ended = "its module no longer exists"
         module = target.module
         if module is None:
-            self._tensors = _C.NamedTensors(reducer, BUCKET_BYTES)
+            self._bucket_bytes = _bucket_bytes(target)
+            self._tensors = _C.NamedTensors(reducer, self._bucket_bytes)
             return
         self._module = ref(module)
         # The module keeps the handle alive: checks and scalers refer only weakly to its reducer.
@@ -100,6 +103,11 @@ class Compression(Stateful):
         if self._model is not None and self._model() is not None:
             self._left = self._attached
         self._attached = self._tensors = None
+
+    @property
+    def _buckets(self) -> list[list[int]]:
+        """The numbers of the named tensors in each bucket."""
+        return self._tensors.buckets if self._tensors is not None else []
 
     @property
     def _speaks(self) -> bool:
@@ -138,7 +146,9 @@ class Compression(Stateful):
         """Averages the attached tensors in place, compressed, and counts a step. Collective.
 
         Returns immediately. Don't use the tensors until the returned work's ``wait`` has returned;
-        they then hold the averages. They are sent in buckets that overlap, like DDP's.
+        they then hold the averages. They are sent in buckets that overlap, like DDP's. Tensors that
+        lie side by side in memory, in the order of ``attach``, take no more of it; others are
+        copied until then.
 
         Args:
             tensors: All tensors that were passed to ``attach``, by name or in the same order. They
@@ -392,7 +402,7 @@ class Compression(Stateful):
         if self._wrapper is not None:
             self._wrapper.note_moved(reducer)
         if self._tensors is not None:
-            self._tensors = _C.NamedTensors(reducer, BUCKET_BYTES)
+            self._tensors = _C.NamedTensors(reducer, self._bucket_bytes)
         self.group, self._attached = group, reducer
 
     def _hand_over(self) -> None:
@@ -426,6 +436,11 @@ class Compression(Stateful):
         mine = {**mine, checkpoint.NAMES: names}
         same = equality_of(f"the calls of {function}")
         next_call_on(self.group, function).agree(mine, compare or same)
+
+
+def _bucket_bytes(target: Target) -> int:
+    on_cpus = all(tensor.is_cpu for tensor in target.gradients().values())
+    return BUCKET_BYTES if on_cpus else BUCKET_BYTES_ON_GPUS
 
 
 def _forget_states(compression: ref[Compression]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from torch_powersgd.local_steps.counting import delegate_of
-from torch_powersgd.local_steps.fragment import Fragment, Tensors
+from torch_powersgd.local_steps.fragment import Fragment, Tensors, like_anchor
 from torch_powersgd.local_steps.steps import LocalSGD
 from torch_powersgd.options import Options
 
@@ -100,7 +100,8 @@ class DiLoCo(LocalSGD):
 
     def _move(self, fragment: Fragment, means: Tensors) -> None:
         for name, mean in means.items():
-            fragment.anchors[name].grad = mean
+            anchor = fragment.anchors[name]
+            anchor.grad = like_anchor(mean, anchor)
         self.outer_optimizer.step()
         for name in means:
             fragment.anchors[name].grad = None

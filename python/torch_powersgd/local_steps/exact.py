@@ -116,16 +116,17 @@ def average_exactly(tensors: Tensors, group: dist.ProcessGroup) -> tuple[int, li
     sent = sums.nbytes
     with scope("never"):
         dist.all_reduce(sums, group=group)
-        if sums[-1] > 0:
+        if any_missing := bool(sums[-1] > 0):
             counts = finite.to(flat.dtype)
             dist.all_reduce(counts, group=group)
             sent += counts.nbytes
     means = sums[:-1] / counts
     averaged = means.isfinite()
-    parts = [part.split(sizes) for part in (means, averaged, averaged & ~finite)]
-    mended = []
-    for (name, tensor), mean, takes, mends in zip(tensors.items(), *parts, strict=True):
-        tensor.copy_(torch.where(takes.view_as(tensor), mean.view_as(tensor), tensor))
-        if mends.any():
-            mended.append(name)
-    return sent, mended
+    parts = torch.where(averaged, means, flat).split(sizes)
+    shaped = [part.view(tensor.shape) for part, tensor in zip(parts, tensors.values(), strict=True)]
+    torch._foreach_copy_([*tensors.values()], shaped)
+    if not any_missing:
+        return sent, []
+    mended = [part.any() for part in (averaged & ~finite).split(sizes)]
+    found = zip(tensors, torch.stack(mended).tolist(), strict=True)
+    return sent, [name for name, mends in found if mends]

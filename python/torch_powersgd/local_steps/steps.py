@@ -415,19 +415,20 @@ class LocalSGD(Stateful):
         self._watch.before_round()
         for fragment in fragments:
             call = f"begun round {self._begun + 1} of {type(self).__name__}"
-            if name := fragment.begin(overlaps, partial(absent_from, self.group, call)):
-                log.warning(
-                    f"{name!r} is not finite on rank {self.group.rank()}: this round is dropped, "
-                    "and all processes return to the parameters of the previous round"
-                )
+            fragment.begin(overlaps, partial(absent_from, self.group, call))
 
     def _finish(self, fragment: Fragment, averages: bool = False) -> None:
         if not fragment.in_flight:
             return
         reshard(self._model)
         averages = averages or self._step <= self.schedule.warmup_steps
-        if fragment.finish(Fragment.subtract if averages else self._move):
-            self._dropped += 1
+        name, dropped = fragment.finish(Fragment.subtract if averages else self._move)
+        if name:
+            log.warning(
+                f"{name!r} was not finite on rank {self.group.rank()}: this round is dropped, and "
+                "all processes return to the parameters of the previous round"
+            )
+        self._dropped += dropped
         self._rounds += 1
 
     def _finish_all(self, averages: bool = False) -> None:
