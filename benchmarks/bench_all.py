@@ -75,11 +75,13 @@ PARTS = {
         Measurement(
             "stages_cpu",
             20,
-            "bench_stages.py --models resnet18 demo gpt2 --ranks 1 2 4 8"
+            "bench_stages.py --wire float32 --models resnet18 demo gpt2 --ranks 1 2 4 8"
             " --dtypes float32 bfloat16 bfloat16/bfloat16",
         ),
         Measurement(
-            "stages_by_rank", 5, "bench_stages.py --models resnet18 gpt2 --ranks 4 8 16 32"
+            "stages_by_rank",
+            5,
+            "bench_stages.py --wire float32 --models resnet18 gpt2 --ranks 4 8 16 32",
         ),
     ],
     "cluster": [

@@ -2,7 +2,10 @@
 """Times the four compression stages, next to torch's powerSGD_hook and the device's copy speed.
 
     python benchmarks/bench_stages.py --models resnet18 demo --ranks 4
-    python benchmarks/bench_stages.py --device cuda --models resnet50 gpt2 llama --ranks 1 4 32
+    python benchmarks/bench_stages.py --device cuda --models resnet50 gpt2 llama --ranks 4 16 64
+
+The options are the defaults, so the stages include the conversion of the factors to int8 and back.
+With --wire float32 they are those of torch's hook.
 
 It runs in one process, without a network, and times three things on the same buckets: the stages of
 this project, separately and together; torch's whole powerSGD_hook in a group of one process, whose
@@ -11,7 +14,11 @@ step cannot do without, at the device's copy speed.
 
 On a GPU, "all" and "hook" start on an idle device and include the launches. The stages and "queued"
 are timed while the host is ahead of the device, as it is in a backward pass. "launches" counts this
-project's kernels.
+project's kernels. torch's hook launches many more and waits for each bucket, so most of its time is
+the host's. It is compared twice:
+
+    host  the time until the call returns, from an idle device on
+    GPU   the time in which the device runs a kernel or copies, without the gaps between them
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ from pathlib import Path
 import shapes
 import torch
 import torch.distributed as dist
-from clock import Clock, PeakMemory
+from clock import Clock, PeakMemory, gpu_ms, host_ms
 from groups import default_group
 from report import Record, processor, provenance, write
 from stages.contestants import STAGES, Hook, Ours
@@ -49,6 +56,10 @@ class Case:
     options: torch_powersgd.Options
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     @property
     def layout(self) -> Layout:
@@ -106,6 +117,9 @@ def bench(case: Case, repeats: int) -> Record:
         step = functools.partial(contestant.run, gradients.tensors)
         result = {"ms": clock.median(step, repeats, gradients.refill)}
         result["memory_bytes"] = memory.bytes()
+        if case.on_gpu:
+            result["host_ms"] = host_ms(step, repeats, gradients.refill)
+            result["gpu_ms"] = gpu_ms(step, max(3, repeats // 5))
         return result
 
     ours = case.ours()
@@ -124,6 +138,7 @@ def bench(case: Case, repeats: int) -> Record:
         "rank": case.options.matrix_approximation_rank,
         "dtype": dtype_name(case.dtype),
         "residual_dtype": dtype_name(case.options.residual_dtype),
+        "wire_dtype": dtype_name(case.options.wire_dtype or torch.float32),
         "elements": gradients.numel,
         "buckets": len(ours.buckets),
         "gradient_bytes": gradient_bytes,
@@ -132,12 +147,21 @@ def bench(case: Case, repeats: int) -> Record:
         "hook": hook_result,
         "copy_gbyte_per_s": copied_per_ms / 1e6,
         "hook_over_ours": hook_result["ms"] / ours_result["ms"],
-        # The bus bandwidth below which compression pays off: an all-reduce moves 2 bytes(G).
-        "break_even_gbyte_per_s": 2 * gradient_bytes / (ours_result["queued_ms"] * 1e-3) / 1e9,
     }
+    result.update(_by_device(result))
     result["floor_ms"] = floor_ms(result)
     result["ours_over_floor"] = ours_result["queued_ms"] / result["floor_ms"]
     return result
+
+
+def _by_device(r: Record) -> dict[str, float]:
+    """The factors on a GPU, and on a CPU the bus bandwidth below which compression pays off."""
+    ours, hook = r["ours"], r["hook"]
+    if "gpu_ms" in ours:
+        times = (time for time in ("host_ms", "gpu_ms") if ours[time])
+        return {f"hook_over_ours_{time}": hook[time] / ours[time] for time in times}
+    # An all-reduce moves 2 bytes(G).
+    return {"break_even_gbyte_per_s": 2 * r["gradient_bytes"] / (ours["queued_ms"] * 1e-3) / 1e9}
 
 
 def cells(r: Record) -> dict[str, str]:
@@ -158,10 +182,19 @@ def cells(r: Record) -> dict[str, str]:
         **{name: f"{ms:.3f}" for name, ms in milliseconds.items()},
         "/ floor": f"{r['ours_over_floor']:.2f}",
         "hook / all": f"{r['hook_over_ours']:.1f}",
-        "GB/s": f"{r['break_even_gbyte_per_s']:.0f}",
+        **_cells_by_device(r),
         "launches": f"{ours['launches'] / r['buckets']:.1f}" if ours["launches"] else "-",
         "memory": f"{ours['memory_bytes'] / r['gradient_bytes']:.2f}",
         "hook's": f"{hook['memory_bytes'] / r['gradient_bytes']:.2f}",
+    }
+
+
+def _cells_by_device(r: Record) -> dict[str, str]:
+    if "gpu_ms" not in r["ours"]:
+        return {"GB/s": f"{r['break_even_gbyte_per_s']:.0f}"}
+    return {
+        "host": f"{r['hook_over_ours_host_ms']:.1f}",
+        "GPU": f"{r.get('hook_over_ours_gpu_ms', 0):.1f}",
     }
 
 
@@ -186,6 +219,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         metavar="GRADIENT[/RESIDUAL]",
         help="dtypes of the gradients and of the residuals (float32/float32)",
     )
+    add("--wire", default="int8", choices=["int8", "float32"], help="of the factors (int8)")
     add("--threads", type=int, default=1, help="number of CPU threads (1)")
     add("--repeats", type=int, default=15, help="number of timed steps (15)")
     add("--json", type=Path, help="file for the results, written after every configuration")
@@ -198,8 +232,10 @@ def cases_of(arguments: argparse.Namespace, device: torch.device) -> list[Case]:
         arguments.models, arguments.dtypes, arguments.ranks
     ):
         gradient, _, residual = dtype.partition("/")
-        options = torch_powersgd.Options.hook_defaults(
-            matrix_approximation_rank=rank, residual_dtype=getattr(torch, residual or "float32")
+        options = torch_powersgd.Options(
+            matrix_approximation_rank=rank,
+            residual_dtype=getattr(torch, residual or "float32"),
+            wire_dtype=None if arguments.wire == "float32" else arguments.wire,
         )
         cases.append(Case(model, options, getattr(torch, gradient), device))
     return cases

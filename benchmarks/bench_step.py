@@ -5,9 +5,9 @@
     POWERSGD_DEPENDENT_LAUNCH=0 python benchmarks/bench_step.py --json serial.json
 
 bench_stages.py runs the stages alone. Here they run on their own stream, bucket by bucket, during
-DDP's backward pass, so the times show how much they slow it down. There is one process, so nothing
-is sent. The step without stages has a communication hook that does nothing. The variants take
-turns.
+DDP's backward pass, so the times show how much they slow it down. The options are the defaults,
+except for the matrix rank. There is one process, so nothing is sent. The step without stages has a
+communication hook that does nothing. The variants take turns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StagesHook:
     """A DDP communication hook that runs the stages of each bucket, but not its reductions."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        self._options = torch_powersgd.Options.hook_defaults(matrix_approximation_rank=rank)
+        self._options = torch_powersgd.Options(matrix_approximation_rank=rank)
         self._device = device
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
         self._buckets: dict[tuple[torch.Size, ...], Ours] = {}  # DDP rebuilds them after a step
@@ -136,6 +136,7 @@ def main() -> None:
         "dependent_launch": os.environ.get("POWERSGD_DEPENDENT_LAUNCH", "1"),
         "model": arguments.model,
         "batch": [arguments.batch, arguments.tokens],
+        "wire_dtype": str(torch_powersgd.Options().wire_dtype),
     }
     backend = PLAIN[arguments.device]
     with default_group(backend, store=dist.HashStore(), rank=0, world_size=1):

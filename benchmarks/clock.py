@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Clocks: CPU time, and on a GPU the time between two events."""
+"""Clocks: CPU time, and on a GPU the time between two events, of the host, or of the kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, schedule
 
 # The device spins for about 10 ms, while the host launches a whole step.
 AHEAD_CYCLES = 20_000_000
@@ -58,6 +60,47 @@ class Clock:
             run()
             times.append(self.milliseconds(start, self.mark()))
         return statistics.median(times)
+
+
+def host_ms(run: Callable[[], object], repeats: int, before: Callable[[], None]) -> float:
+    """The median time until run() returns to the host, from an idle GPU on."""
+    times = []
+    for _ in range(repeats):
+        before()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def gpu_ms(run: Callable[[], object], repeats: int) -> float:
+    """The mean time in which the GPU runs the kernels and copies of run(), without the gaps.
+
+    It is 0 if the profiler cannot trace the device.
+    """
+    # A profiler loses the first kernels that it sees (pytorch#192021), so it warms up.
+    turns = schedule(wait=0, warmup=1, active=repeats, repeat=1)
+    with profile(activities=[ProfilerActivity.CUDA], schedule=turns) as profiler:
+        for _ in range(1 + repeats):
+            run()
+            torch.cuda.synchronize()
+            profiler.step()
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or []
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    return covered(spans) / 1e3 / repeats
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of spans: kernels may overlap."""
+    length, reached = 0.0, 0.0
+    for start, end in sorted(spans):
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
 
 
 class PeakMemory:

@@ -40,6 +40,7 @@ _OF_BENCHMARKS: tuple[Callable[..., Table], ...] = (
     of_cluster.by_model,
     of_cluster.learning,
     of_stages.stages_by_rank,
+    of_stages.stages_on_gpu,
     of_convergence.losses,
     of_convergence.losses_by_task,
     of_convergence.shadow,

@@ -2,7 +2,6 @@
 #include "powersgd/parameter_state.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <map>
@@ -128,10 +127,10 @@ ParameterState ParameterState::copy() const {
 }
 
 at::Tensor ParameterState::residual() const {
-  const at::NoTF32Guard exact;  // a product of 10 bits would lose more than a step rounds
-  const at::Tensor delivered = at::matmul(p_hat, q_local);
-  if (!memory.defined()) return at::zeros_like(delivered);
-  return memory.to(delivered.scalar_type()).sub(delivered);
+  if (!memory.defined()) return at::zeros({p_hat.size(0), q_local.size(1)}, p_hat.options());
+  // torch.set_float32_matmul_precision may round products of float32 to TF32 or bfloat16.
+  const at::Tensor delivered = at::matmul(p_hat.to(at::kDouble), q_local.to(at::kDouble));
+  return memory.to(p_hat.scalar_type()).sub(delivered.to(p_hat.scalar_type()));
 }
 
 void ParameterState::set_residual(const at::Tensor& value) {

@@ -131,7 +131,7 @@ def make_reducer(
 
 
 def _announce(compression: Compression, target: Target) -> None:
-    """Logs what is compressed, what a step sends, and at which step compression starts."""
+    """Logs what is compressed, what a step sends, when compression starts, and advice."""
     group, options = compression.group, compression.options
     if group.size() == 1:
         log.notice("attached, but the group has only one process, so there is nothing to send")
@@ -164,3 +164,5 @@ def _announce(compression: Compression, target: Target) -> None:
         f"{size_text(outline.bytes_after)} instead of {size_text(outline.bytes_before)}, from "
         f"step {options.start_powerSGD_iter} on{on_one_host}"
     )
+    if advice := target.advice(outline.bytes_before):
+        log.notice(advice)

@@ -54,6 +54,10 @@ class Target(ABC):
         """Returns the name of that part in a checkpoint. It is empty if there is one part."""
         return ""
 
+    def advice(self, gradient_bytes: int) -> str:
+        """Returns what would make averaging that many bytes faster, or nothing."""
+        return ""
+
     def register(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:  # noqa: B027
         """Registers the hooks, if any, that hand the gradients to ``reducer``."""
 
@@ -110,6 +114,9 @@ class DdpTarget(Target):
         whole = mesh._get_root_mesh()
         known = mesh.mesh_dim_names[0] in (whole.mesh_dim_names or ())
         return _shard_name(whole, group) if known else ""
+
+    def advice(self, gradient_bytes: int) -> str:
+        return ddp.bucket_advice(self.module, gradient_bytes)
 
     def register(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
         ddp.register_hook(self.module, reducer)

@@ -12,7 +12,9 @@ import bench_stages
 import bench_step
 import pytest
 import torch.distributed as dist
+from clock import covered
 from stages.floor import floor_bytes, floor_ms
+from stages.tables import stages_on_gpu
 
 
 def _run(program: Any, words: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -58,6 +60,37 @@ def test_the_rows_of_a_run_that_is_cut_off_are_there(
     assert heading.startswith("model ")
     assert row.startswith("demo (9.6 M) ")
     assert len(row) == len(heading)
+
+
+def test_on_a_gpu_the_hook_is_compared_by_the_time_of_the_host_and_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_stages.Case, "on_gpu", True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    busy = iter([0.5, 6.0, 0.0, 6.0])  # the second time, the profiler does not see our kernels
+    monkeypatch.setattr(bench_stages, "gpu_ms", lambda *_: next(busy))
+    words = "--models demo --ranks 2 4 --repeats 1"
+    record = _run(bench_stages, words, tmp_path / "stages.json", monkeypatch)
+    seen, unseen = record["results"]
+    assert seen["wire_dtype"] == "int8"
+    assert "break_even_gbyte_per_s" not in seen
+    assert seen["hook_over_ours_gpu_ms"] == 12
+    hosts = [seen[contestant]["host_ms"] for contestant in ("hook", "ours")]
+    assert seen["hook_over_ours_host_ms"] == pytest.approx(hosts[0] / hosts[1], rel=1e-5)
+    assert "hook_over_ours_gpu_ms" not in unseen
+    heading, *rows = capsys.readouterr().out.splitlines()[1:]
+    assert {"host", "GPU"} < set(heading.split())
+    assert [len(row) for row in rows] == [len(heading)] * 2
+    headings, table = stages_on_gpu({"results": [seen]})
+    assert headings[2:4] == ["stages, GPU ms", "torch's hook, GPU ms"]
+    assert table[0][:4] == ["the demo's GPT", "2", "0.50", "6.00"]
+    headings, _ = stages_on_gpu(record)
+    assert headings[2:] == ["stages, ms", "torch's hook, ms"]
+
+
+def test_overlapping_kernels_count_once() -> None:
+    assert covered([(5.0, 7.0), (1.0, 3.0), (2.0, 4.0), (2.5, 3.5)]) == 5
+    assert covered([]) == 0
 
 
 # G is read and written, memory read twice and written once.

@@ -83,6 +83,25 @@ def test_attach_on_one_host_says_that_it_may_gain_nothing(rank: int, on_this_hos
     assert said.endswith(end) == (rank == 0 and on_this_host == 2)
 
 
+@pytest.mark.parametrize(
+    ("device", "arguments", "cap", "advised"),
+    [
+        ("cuda", {}, 20_000, True),
+        ("cuda", {}, 25 << 20, False),  # one bucket holds all
+        ("cuda", {"bucket_cap_mb": 25}, 20_000, False),  # not by default
+        ("cpu", {}, 20_000, False),
+    ],
+)
+@on_ranks()
+def test_attach_advises_larger_buckets_on_gpus(
+    rank: int, device: str, arguments: dict[str, Any], cap: int, advised: bool
+) -> None:
+    ddp = make_ddp(SHAPES, **arguments)
+    ddp.device_type, ddp.bucket_bytes_cap = device, cap
+    said = _heard(tp.attach, ddp, OPTIONS)
+    assert said.count("bucket_cap_mb=100") == (advised and rank == 0)
+
+
 def _short_job(rank: int, attached: bool, steps: int, read: bool) -> tuple[str, str, str]:
     """Trains; returns the lines of stats, of stats again, and of the end of the group."""
     ddp = make_ddp(SHAPES)
