@@ -64,30 +64,57 @@ def _tests(name: str, limit: float, words: str) -> Part:
     return Part(name, limit, f"{pytest} {words}", EXTENSION)
 
 
-def _bench(name: str, limit: float, words: str, env: str = "") -> Part:
+def _bench(name: str, limit: float, words: str) -> Part:
     """A benchmark in Python, which writes $OUTPUT/NAME.json."""
-    command = f'{env} "$PYTHON" benchmarks/{words} --json "$OUTPUT/{name}.json"'
-    return Part(name, limit, command.lstrip(), EXTENSION, alone=True)
+    command = f'"$PYTHON" benchmarks/{words} --json "$OUTPUT/{name}.json"'
+    return Part(name, limit, command, EXTENSION, alone=True)
 
 
-def _cluster(name: str, limit: float, words: str, env: str = "") -> Part:
-    """On four NCCL hosts."""
-    words = f'bench_cluster.py --device cuda {words} --logs "$OUTPUT/logs/{name}"'
-    return _bench(name, limit, words, env)
+def _cluster(name: str, limit: float, words: str) -> Part:
+    """On NCCL hosts that share the GPU."""
+    return _bench(name, limit, f'{words} --device cuda --logs "$OUTPUT/logs/{name}"')
+
+
+def _kernels(name: str, limit: float, words: str) -> Part:
+    command = f'{_PROGRAM}/bench_kernels {words} --json "$OUTPUT/{name}.json"'
+    return Part(name, limit, command, PROGRAMS, alone=True)
+
+
+_ATTACHED = "attached+start_powerSGD_iter=2+bucket_cap_mb"
+_INT8 = "int8-wire+start_powerSGD_iter=2+bucket_cap_mb"
+_TIMELINE = f"bench_timeline.py --steps 8 --methods none {_ATTACHED}=100:4 {_INT8}=100:16"
+_VARIANTS = (
+    f"bench_cluster.py --models gpt2 --rounds 10 --steps 4 --methods none {_ATTACHED}=100:4"
+    f" {_ATTACHED}=50:4 {_INT8}=100:16 {_ATTACHED}=100+NCCL_ALGO=allreduce:tree:4"
+    f" {_ATTACHED}=100+NCCL_PROTO=allreduce:LL:4"
+)
+_LOCAL_STEPS = (
+    "bench_cluster.py --models gpt2 --rounds 3 --steps 10 --methods none"
+    " local-sgd+warmup_steps=2:16 diloco+warmup_steps=2+fragment_sync_delay=1:16"
+)
+_LOSS = (
+    "bench_cluster.py --models gpt2 --rounds 0 --ranks 2 --learning-steps 300"
+    " --methods plain int8-wire:16"
+)
+_STAGES = "bench_stages.py --device cuda --models"
 
 
 def first_call() -> list[Part]:
     return [
-        _tests("smoke", 120, "tests/python/training/test_smoke.py -k cuda"),
+        _tests("smoke", 60, "tests/python/training/test_smoke.py -k cuda"),
         _tests("test-nccl", 60, "tests/python/backend/test_cuda_nccl.py --maxfail=2"),
-        _tests("test-cuda", 170, f"{_OTHER_TESTS} --maxfail=5"),
-        _tests("torchft", 60, "tests/python/*/test_cuda_torchft.py"),
+        _tests("test-cuda", 170, f"{_OTHER_TESTS} --maxfail=6"),
+        _tests("test-torchft", 60, "tests/python/fault_tolerance/test_cuda_torchft.py"),
         Part("kernels", 40, _shards(_PROGRAM), PROGRAMS),
+        _cluster("timeline", 60, _TIMELINE),
+        _cluster("variants", 100, _VARIANTS),
+        _cluster("loss", 130, _LOSS),
+        _cluster("local-steps", 50, _LOCAL_STEPS),
     ]
 
 
 def second_call(verdicts: Mapping[str, str], runner: Runner) -> list[Part]:
-    """First the tests that failed in the first call, then what it had no time for."""
+    """First the tests that failed in the first call, then what it had no time for, and records."""
     logs = "\n".join(runner.log_of(name) for name, verdict in verdicts.items() if verdict != OK)
     python = dict.fromkeys(re.findall(r"^FAILED (\S+?::.+?)(?: - .*)?$", logs, re.MULTILINE))
     kernels = sorted(set(re.findall(r"^\[  FAILED  \] (\S+\.[^\s,]+)", logs, re.MULTILINE)))
@@ -98,4 +125,11 @@ def second_call(verdicts: Mapping[str, str], runner: Runner) -> list[Part]:
     if python:
         again.append(_tests("tests-again", 75, shlex.join(list(python)[:6])))
     left = [p for p in first_call() if verdicts.get(p.name, NO_TIME).startswith(NO_TIME)]
-    return [*again, *left]
+    return [
+        *again,
+        *left,
+        _kernels("kernels-record", 60, "--ranks 4 16 32 --products bfloat16"),
+        _bench("stages", 60, f"{_STAGES} gpt2 llama resnet50 --ranks 4 16 32"),
+        _bench("stages-high-ranks", 30, f"{_STAGES} gpt2 --ranks 64 128"),
+        _bench("steps", 50, "bench_step.py"),
+    ]
