@@ -146,7 +146,7 @@ class ProjectTile {
         rows_.gradient_aligned = false;
         take_strips(bucket);
       }
-    } else {
+    } else {  // at a matrix's last rows: two answers would take more registers than there are
       rows_.gradient_aligned = rows_.aligned = rows_.gradient_aligned && rows_.aligned;
       take_strips(bucket);
     }
