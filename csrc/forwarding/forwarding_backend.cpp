@@ -284,7 +284,7 @@ void ForwardingBackend::eagerConnectSingleDevice(at::Device device) {
   inner_of(device.type()).eagerConnectSingleDevice(device);
 }
 
-c10d::ErrorType ForwardingBackend::getError() { return primary().getError(); }
+c10d::ErrorType ForwardingBackend::getError() { return accelerator().getError(); }
 
 void ForwardingBackend::abort() {
   each_inner([](Backend& inner) { inner.abort(); });

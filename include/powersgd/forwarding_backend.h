@@ -29,10 +29,10 @@ namespace powersgd {
 //   2. the accelerator's, once a collective of this group has used it, because ProcessGroup drops
 //      the device of a barrier on the way here;
 //   3. the first of the list.
-// A call that makes sense only on an accelerator (memory, windows, device ids) goes to the
-// accelerator's. A call that concerns the whole group (names, timeouts, shutdown, coalescing) goes
-// to every inner backend. A call for a device without an inner backend throws an error that names
-// the device and the devices that have one.
+// A call that makes sense only on an accelerator (memory, windows, device ids, asynchronous errors)
+// goes to the accelerator's. A call that concerns the whole group (names, timeouts, shutdown,
+// coalescing) goes to every inner backend. A call for a device without an inner backend throws an
+// error that names the device and the devices that have one.
 //
 // torch 2.15 deprecates some names (`_allgather_base`, ...). This class overrides and calls the old
 // names, so both work on every release and over every inner backend. Mixing old and new names would

@@ -62,12 +62,11 @@ TEST_F(ForwardingBackendTest, CallsWithoutDeviceGoToThePrimaryInner) {
     EXPECT_EQ(backend_->getSequenceNumberForGroup(), RecordingBackend::kSequence);
     backend_->setSequenceNumberForGroup();
     backend_->waitForPendingWorks();
-    EXPECT_EQ(backend_->getError(), c10d::ErrorType::REMOTE_ERROR);
     backend_->registerOnCompletionHook([](const std::shared_ptr<c10d::WorkInfo>&) {});
     EXPECT_TRUE(backend_->hasHooks());
   };
   const Methods expected = {"getSequenceNumberForGroup", "setSequenceNumberForGroup",
-                            "waitForPendingWorks", "getError", "registerOnCompletionHook"};
+                            "waitForPendingWorks", "registerOnCompletionHook"};
   EXPECT_FALSE(backend_->hasHooks());
   call_all();
   EXPECT_EQ(cpu_->methods(), expected);
@@ -84,12 +83,13 @@ TEST_F(ForwardingBackendTest, CallsWithoutDeviceGoToThePrimaryInner) {
   EXPECT_EQ(backend_->getBackendOptions(), accel_->options);
 }
 
-TEST_F(ForwardingBackendTest, DeviceMemoryIsTheAccelerators) {
+TEST_F(ForwardingBackendTest, DeviceMemoryAndErrorsAreTheAccelerators) {
+  EXPECT_EQ(backend_->getError(), c10d::ErrorType::REMOTE_ERROR);
   EXPECT_TRUE(backend_->supportsTensorAlloc(0));
   backend_->getMemAllocator();
   backend_->allocateTensor(8, at::TensorOptions());
   backend_->eagerConnectSingleDevice(c10::Device(kAccelerator, 0));
-  Methods expected = {"supportsTensorAlloc", "getMemAllocator", "allocateTensor",
+  Methods expected = {"getError", "supportsTensorAlloc", "getMemAllocator", "allocateTensor",
                       "eagerConnectSingleDevice"};
 #ifdef POWERSGD_BACKEND_HAS_MEMORY_OFFLOAD
   backend_->suspend();

@@ -25,6 +25,7 @@ from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
 
 from support import ranks
+from support.cuda_ranks import become_host
 from support.deadline import DEADLOCK
 from support.synthetic import Tensors, own_residuals_of
 from torch_powersgd import Compression
@@ -55,11 +56,15 @@ class Kind:
     Attributes:
         averages: "ddp", "fsdp" or "diloco".
         processes: Those of a replica.
+        device: Of the model.
+        limit: Seconds after which a test fails.
         manager: More arguments of torchft's manager.
     """
 
     averages: str = "ddp"
     processes: int = 1
+    device: str = "cpu"
+    limit: float = DEADLOCK
     manager: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -87,6 +92,8 @@ class Report:
 def train(pipe: Any, place: Place, kind: Kind, lighthouse: str, death: Death | None) -> None:
     """Trains, and sends a report of each committed step, until it is told the last one."""
     torch.set_num_threads(1)
+    if kind.device == "cuda":
+        become_host(f"{place}:{place.port}")
     try:
         job = _Job(place, kind, lighthouse, death)
         last = None
@@ -105,12 +112,13 @@ def train(pipe: Any, place: Place, kind: Kind, lighthouse: str, death: Death | N
 
 class _Job:
     def __init__(self, place: Place, kind: Kind, lighthouse: str, death: Death | None) -> None:
-        self.place, self.death = place, death
+        self.place, self.device, self.death = place, kind.device, death
         store = dist.TCPStore("localhost", place.port)
         own = dist.PrefixStore("torch", store)
         dist.init_process_group("gloo", store=own, rank=place.rank, world_size=kind.processes)
         torch.manual_seed(0)
-        self.model: Any = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 24))
+        layers = nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 24)
+        self.model: Any = nn.Sequential(*layers).to(self.device)
         self.forward = self.model
         if kind.averages == "fsdp":
             mesh = init_device_mesh("cpu", (kind.processes,))
@@ -156,7 +164,7 @@ class _Job:
 
     def step(self) -> Report | None:
         """Takes a step, and reports it if it was committed."""
-        inputs = torch.randn(16, 24, generator=self.generator)
+        inputs = torch.randn(16, 24, generator=self.generator).to(self.device)
         step, failed = self.manager.current_step(), self.manager.failed
         self.optimizer.zero_grad()
         self.die_at("forward")
@@ -171,7 +179,7 @@ class _Job:
             return None
         weights = 0
         for parameter in self.shared:
-            weights = zlib.crc32(shard_of(parameter.detach()).numpy().tobytes(), weights)
+            weights = zlib.crc32(shard_of(parameter.detach()).cpu().numpy().tobytes(), weights)
         return Report(self.place, self.manager.current_step(), weights)
 
     def die_at(self, place: str) -> None:
@@ -295,6 +303,7 @@ class Replicas:
         self._stores: list[Any] = []
 
     def __enter__(self) -> Replicas:
+        self._deadline = time.monotonic() + self.kind.limit
         self._lighthouse = LighthouseServer(
             bind="[::]:0",
             min_replicas=1,
@@ -348,11 +357,10 @@ class Replicas:
             if place.name == name:
                 process.kill()
 
-    def run(self, until: Callable[[], bool], seconds: float = DEADLOCK) -> None:
+    def run(self, until: Callable[[], bool]) -> None:
         """Collects reports until this is so."""
-        deadline = time.monotonic() + seconds
         while not until():
-            left = deadline - time.monotonic()
+            left = self._deadline - time.monotonic()
             ready = multiprocessing.connection.wait(list(self._running), max(0, left))
             assert ready, f"no end after {len(self.reports)} reports"
             for pipe in ready:

@@ -27,14 +27,19 @@ from torchft.coordination import LighthouseServer
 from torchft.manager import WorldSizeMode
 
 EVERY = 5  # steps from one death to the next
+EVERYWHERE = [
+    *(Death(EVERY * (i + 1), place) for i, place in enumerate(PLACES)),
+    Death(0, SHARING),
+    Death(0, HEALING),
+]
 
 
 def test_a_replica_dies_at_every_place_of_a_step_and_comes_back() -> None:
-    _test_deaths(Kind(), PLACES)
+    train_through(Kind(), EVERYWHERE)
 
 
 def test_a_replica_of_diloco_dies_at_every_place() -> None:
-    _test_deaths(Kind("diloco", manager={"use_async_quorum": False}), PLACES)
+    train_through(Kind("diloco", manager={"use_async_quorum": False}), EVERYWHERE)
 
 
 def test_a_replica_of_two_processes_with_fsdp_dies() -> None:
@@ -68,9 +73,7 @@ def test_two_die_at_once() -> None:
     _check(replicas)
 
 
-def _test_deaths(kind: Kind, places: Sequence[str]) -> None:
-    deaths = [Death(EVERY * (i + 1), place) for i, place in enumerate(places)]
-    deaths += [Death(0, SHARING), Death(0, HEALING)]
+def train_through(kind: Kind, deaths: Sequence[Death]) -> None:
     with Replicas(kind) as replicas:
         replicas.join("b1")
         for i, death in enumerate(deaths):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,18 @@ import torch
 pytest.importorskip("torchft")
 
 from by_hand import LIMIT, Replica, shared_store
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import ErrorType, HashStore
 from torchft.process_group import ProcessGroupWrapper
 
 from support.on_ranks import on_ranks
 from support.synthetic import Tensors
 from torch_powersgd._core import _C
-from torch_powersgd.integrations.torchft import attached, process_group, versions
+from torch_powersgd.integrations.torchft import (
+    ProcessGroupPowerSGD,
+    attached,
+    process_group,
+    versions,
+)
 
 
 def _fail(*_: Any) -> None:
@@ -116,6 +122,18 @@ def test_a_group_that_torchft_makes_in_an_unknown_way_drops_the_step(rank: int, 
         replica.manager.error
     )
     assert replica.manager.step == 0
+
+
+def test_an_error_that_no_call_raises_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL fails on the device, and only its watchdog notices."""
+    group: Any = ProcessGroupPowerSGD()
+    monkeypatch.setattr(process_group, "device_types", lambda: ["cpu", "cuda"])
+    assert group.errored() is None
+    errors = [ErrorType.SUCCESS, ErrorType.COMM_ERROR]
+    backend = SimpleNamespace(get_error=lambda: errors.pop(0))
+    group._pg = SimpleNamespace(_get_backend=lambda _: backend)
+    assert group.errored() is None
+    assert "COMM_ERROR" in str(group.errored())
 
 
 def test_another_torchft_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:

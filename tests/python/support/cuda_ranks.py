@@ -25,14 +25,19 @@ def options_of(inner: str = "auto", **fields: Any) -> tp.Options:
     return tp.Options.hook_defaults(inner=inner, **fields)
 
 
-def _main(rank: int, function: Any, backend: str, options: Any, args: tuple[Any, ...]) -> Any:
+def become_host(name: str) -> None:
+    """Makes this process a host of its own to NCCL, on the first GPU."""
     os.environ.update(
-        NCCL_HOSTID=str(rank),
+        NCCL_HOSTID=name,
         NCCL_SOCKET_IFNAME="lo",
         NCCL_IB_DISABLE="1",
         GLOO_SOCKET_IFNAME="lo",
     )
     torch.cuda.set_device(0)
+
+
+def _main(rank: int, function: Any, backend: str, options: Any, args: tuple[Any, ...]) -> Any:
+    become_host(str(rank))
     ranks.init_group(backend, options)
     result = function(rank, *args)
     torch.cuda.synchronize()

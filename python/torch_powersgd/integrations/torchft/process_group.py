@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torchft
-from torch._C._distributed_c10d import HashStore, Store, _DistributedBackendOptions
+from torch._C._distributed_c10d import (
+    ErrorType,
+    HashStore,
+    Store,
+    _DistributedBackendOptions,
+)
 from torch.distributed.fsdp import FSDPModule
 from torchft.local_sgd import DiLoCo
 from torchft.process_group import ProcessGroupWrapper
@@ -29,6 +36,15 @@ from torch_powersgd.options import Options, lay_over, resolve
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
+
+
+# After an error, torch by default waits for a dump and ends the process. With these variables it
+# only aborts NCCL's communicators, as soon as NCCL notices that a replica is gone.
+_NCCL_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}
 
 
 class ProcessGroupPowerSGD(ProcessGroupWrapper):
@@ -130,6 +146,14 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
                     return work
         return super().allreduce(tensors, opts)
 
+    def errored(self) -> Exception | None:
+        """Returns NCCL's error, which no call raises. A commit asks once the device has waited."""
+        group = self._pg
+        if group is None or "cuda" not in device_types():
+            return None
+        error = group._get_backend(torch.device("cuda")).get_error()
+        return None if error == ErrorType.SUCCESS else RuntimeError(f"NCCL failed: {error.name}")
+
     def _leave(self) -> None:
         """Leaves the group after an error, so that no other replica waits for this one.
 
@@ -175,9 +199,22 @@ def _make_group(
     made = _DistributedBackendOptions()
     made.store, made.group_rank, made.group_size = store, rank, size
     made.timeout, made.group_id = timeout, "torchft"
-    backend = _backend._create(made, options)
+    with _environment(_NCCL_VARIABLES):
+        backend = _backend._create(made, options)
     group = dist.ProcessGroup(store, rank, size)
     for device in device_types():
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     return group
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets the variables that the user has not set."""
+    own = variables.keys() - os.environ.keys()
+    os.environ.update({name: variables[name] for name in own})
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]
