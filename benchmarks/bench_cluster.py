@@ -43,7 +43,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -125,7 +126,8 @@ class Bench:
         job = Job(contender.method, contender.rank or 0, model, self.arguments.device, seed)
         packages = self.arguments.before / "python" if contender.before else None
         logs = self.arguments.logs
-        return Player(cluster, job, limit, WARMUP_STEPS, self.variables, logs, packages)
+        variables = {**self.variables, **contender.how.variables}
+        return Player(cluster, job, limit, WARMUP_STEPS, variables, logs, packages)
 
     def _learned(self, model: str, ranks: int) -> dict[str, list[Run]]:
         """Returns the runs for the loss, one for each seed."""
@@ -211,23 +213,31 @@ def _tell(where: str, contender: Contender, run: Run) -> None:
     print(f"{where}: {contender.title}", *times, *failures, sep="; ", flush=True)
 
 
-def measure(arguments: argparse.Namespace) -> Record:
-    """The record of the measurements."""
+@contextlib.contextmanager
+def machine(device: str, logs: Path | None) -> Iterator[Mapping[str, str]]:
+    """Yields the variables that processes on this device need, once earlier runs are cleared away.
+
+    An interruption, or an error of the hosts, ends the process.
+    """
     signals.unwind_on_signals()
     try:
         mps.sweep()
         if left := hosts.sweep():
             print(f"removed what an earlier run left: {', '.join(left)}")
         with contextlib.ExitStack() as stack:
-            on_gpu = arguments.device == "cuda"
-            variables = stack.enter_context(mps.service(arguments.logs)) if on_gpu else {}
-            bench = Bench(arguments, variables)
-            for model, ranks in itertools.product(arguments.models, arguments.ranks):
-                bench.measure(model, ranks)
+            yield stack.enter_context(mps.service(logs)) if device == "cuda" else {}
     except hosts.ClusterError as error:
-        sys.exit(f"bench_cluster: {error}")
+        sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def measure(arguments: argparse.Namespace) -> Record:
+    """The record of the measurements."""
+    with machine(arguments.device, arguments.logs) as variables:
+        bench = Bench(arguments, variables)
+        for model, ranks in itertools.product(arguments.models, arguments.ranks):
+            bench.measure(model, ranks)
     return bench.record
 
 

@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
 
 def parse(text: str) -> Wanted:
     """Reads METHOD or METHOD:RANK,RANK, where a METHOD may have options."""
-    method, colon, ranks = text.partition(":")
+    method, colon, ranks = text.rpartition(":") if ":" in text else (text, "", "")
     try:
         found = find(method)
     except ValueError as error:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The methods of averaging gradients to compare. To add one, add an entry to METHODS.
 
-find() also knows this project's methods with other options, "int8-wire+min_compression_rate=3", or
-DDP's bucket_cap_mb, and its local steps with other arguments, "local-sgd+sync_every=30".
+find() also knows this project's methods with other options, "int8-wire+min_compression_rate=3",
+DDP's bucket_cap_mb, or NCCL's variables, "attached+NCCL_PROTO=LL", and its local steps with other
+arguments, "local-sgd+sync_every=30".
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ def _options(rank: int, seed: int, **fields: Any) -> tp.Options:
 
 def _attached(title: str, bucket_cap_mb: int | None = None, **fields: Any) -> Method:
     """This project, attached with these options. It is unavailable if they are not allowed."""
+    variables = {name: str(fields.pop(name)) for name in list(fields) if _is_variable(name)}
 
     def make(model: nn.Module, rank: int, seed: int) -> Trainee:
         trainee = Parallel(model, bucket_cap_mb=bucket_cap_mb)
@@ -127,7 +129,13 @@ def _attached(title: str, bucket_cap_mb: int | None = None, **fields: Any) -> Me
         lambda: refusal(options),
         attached=True,
         fields=fields,
+        variables=variables,
     )
+
+
+def _is_variable(name: str) -> bool:
+    """True for a variable of the environment that NCCL reads."""
+    return name.startswith("NCCL_")
 
 
 def _author_lacks() -> str:
@@ -224,7 +232,7 @@ def find(name: str) -> Method:
     if not method.attached:
         raise ValueError(f"{base} has no options, got {name!r}")
     allowed = (*tp.Options.__dataclass_fields__, _CAP)
-    if unknown := [option for option in fields if option not in allowed]:
+    if unknown := [name for name in fields if name not in allowed and not _is_variable(name)]:
         raise ValueError(f"expected a field of Options or {_CAP}, got {unknown[0]!r}")
     titles = [
         f"buckets of {value} MB" if option == _CAP else f"{option.replace('_', ' ')} {value}"

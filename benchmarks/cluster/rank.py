@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,21 +43,35 @@ def train(rank: Rank, job: Job) -> None:
 
     Writes the time and the loss of each step, and the counters after each number.
     """
+    with group(rank, job), suppress(EOFError):
+        trainer = Trainer(rank, job)
+        while True:
+            trainer.turn(rank.pipe.recv(), rank.pipe.send)
+
+
+def group(rank: Rank, job: Job) -> AbstractContextManager[None]:
+    """A context with the default group of the job's method."""
     method = methods.find(job.method)
     options = method.options(job.approximation, job.seed) if method.options else None
-    with rank.group(method.backend[job.device], GROUP_SECONDS, options):
-        trainer = _Trainer(rank, job)
-        with suppress(EOFError):
-            while True:
-                trainer.turn(rank.pipe.recv(), rank.pipe.send)
+    return rank.group(method.backend[job.device], GROUP_SECONDS, options)
 
 
-class _Trainer:
+class Trainer:
+    """A model in training.
+
+    Attributes:
+        device: the model's.
+        mark: called with the name of each part of a step, when that begins.
+    """
+
+    mark: Callable[[str], None]
+
     def __init__(self, rank: Rank, job: Job) -> None:
         torch.manual_seed(job.seed)
-        self._device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
+        self.mark = lambda part: None
+        self.device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
         task = models.TASKS[job.model]
-        self._model = task.make().to(self._device)
+        self._model = task.make().to(self.device)
         self._trainee = methods.find(job.method).make(self._model, job.approximation, job.seed)
         self._batches = task.data(rank.number, rank.world, job.seed)
         self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
@@ -73,14 +87,14 @@ class _Trainer:
         self._meet()
         bytes_before = hosts.sent_bytes()
         for _ in range(steps):
-            batch = [tensor.to(self._device) for tensor in self._batches(self._done)]
+            batch = [tensor.to(self.device) for tensor in self._batches(self._done)]
             began = time.perf_counter()
             loss = self._step(batch)
             self._synchronize()
             write({"ms": (time.perf_counter() - began) * 1e3, "loss": loss})
             self._done += 1
         self._meet()
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         if on_gpu:  # All methods share the GPU, and one runs at a time.
             torch.cuda.empty_cache()
         write(
@@ -93,20 +107,24 @@ class _Trainer:
         )
 
     def _step(self, batch: list[torch.Tensor]) -> float:
+        self.mark("forward")
         loss = models.loss_of(self._trainee.module, batch)
+        self.mark("backward")
         loss.backward()
+        self.mark("optimizer")
         with self._trainee.averaged():
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
             self._optimizer.step()
         self._trainee.clear()
         self._rising.step()
+        self.mark("end")
         return float(loss.detach())
 
     def _meet(self) -> None:
         """Waits for all ranks."""
-        dist.all_reduce(torch.zeros(1, device=self._device))
+        dist.all_reduce(torch.zeros(1, device=self.device))
         self._synchronize()
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()

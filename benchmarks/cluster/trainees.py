@@ -71,6 +71,7 @@ class Method:
     # By the matrix rank: the number of steps from one average to the next.
     every: Callable[[int], int] = lambda rank: 1
     fields: Mapping[str, Any] = field(default_factory=dict)  # options that are not the default
+    variables: Mapping[str, str] = field(default_factory=dict)  # of its processes' environment
 
 
 def refusal(options: Callable[[int, int], tp.Options]) -> str:

@@ -99,11 +99,21 @@ void register_backend(py::module_& module) {
       .def(
           "_fail_at",
           [](BackendPowerSGD& self, const std::string& stage) {
-            self.session()->set_stage_probe([stage](const char* reached) {
+            self.session()->set_stage_probe([stage](const char* reached, int64_t) {
               if (stage == reached) throw std::runtime_error("injected failure in " + stage);
             });
           },
-          "Makes every step fail before `stage`; '' ends it. For tests.");
+          "Makes every step fail before `stage`; '' ends it. For tests.")
+      .def(
+          "_call_at_stages",
+          [](BackendPowerSGD& self, py::function probe) {
+            self.session()->set_stage_probe(
+                [probe = shared_function(std::move(probe))](const char* reached, int64_t bucket) {
+                  const py::gil_scoped_acquire gil;
+                  (*probe)(reached, bucket);
+                });
+          },
+          "Calls probe(reached, bucket) as stage_probe.h says. It must not raise. For benchmarks.");
   module.def("shutdown_at_exit", &shutdown_at_exit, NoGil());
   module.def("listen_within", &listen_within, py::arg("first"), py::arg("last"));
   module.def("push_override", &push_override);

@@ -19,7 +19,9 @@ class Step {
         gradient_(std::move(gradient)),
         info_(info),
         stats_(std::move(stats)),
-        probe_(std::move(probe)) {}
+        probe_(std::move(probe)) {
+    tell_probe("ready");
+  }
 
   void begin(Channel& channel) {
     run(Stage::kProject, [&] { payload_ = &compressor_->project(gradient_, info_); });
@@ -42,12 +44,23 @@ class Step {
   void end() {
     end_reduction();
     run(Stage::kReconstruct, [&] { compressor_->reconstruct(); });
+    tell_probe("end");
   }
 
   // Watches a collective of the reduction.
   std::shared_ptr<void> observe() const {
-    return std::make_shared<Observed>(*stats_, reduction_,
-                                      [this] { return arguments(bytes_on_wire(*payload_)); });
+    struct Collective {
+      explicit Collective(const Step& step)
+          : step(step), observed(*step.stats_, step.reduction_, [&step] {
+              return step.arguments(bytes_on_wire(*step.payload_));
+            }) {
+        step.tell_probe("collective");
+      }
+      ~Collective() { step.tell_probe("collective_end"); }
+      const Step& step;
+      const Observed observed;
+    };
+    return std::make_shared<Collective>(*this);
   }
 
  private:
@@ -60,8 +73,8 @@ class Step {
     Span span;
   };
 
-  void tell_probe(Stage stage) const {
-    if (probe_ && *probe_) (*probe_)(to_string(stage));
+  void tell_probe(const char* reached) const {
+    if (probe_ && *probe_) (*probe_)(reached, info_.bucket);
   }
 
   SpanArguments arguments(int64_t bytes) const {
@@ -70,20 +83,21 @@ class Step {
 
   template <typename Body>
   void run(Stage stage, const Body& body) {
-    tell_probe(stage);
+    tell_probe(to_string(stage));
     const Observed observed(*stats_, stage,
                             [this] { return arguments(compressor_->gradient_bytes()); });
     body();
   }
 
   void begin_reduction(Stage stage, Channel& channel) {
-    tell_probe(stage);
+    tell_probe(to_string(stage));
     reduction_ = stage;
     const StageTimer timer(*stats_, stage);
     begin_sum(*payload_, channel);
   }
 
   void end_reduction() {
+    tell_probe("received");
     const StageTimer timer(*stats_, reduction_);
     end_sum(*payload_);
   }

@@ -76,7 +76,7 @@ TEST(BackendPowerSGD, AnErrorInAnyStageReachesTheWorkAndItsFuture) {
                             Stage::kBackProject, Stage::kReduceQ, Stage::kReconstruct}) {
     SCOPED_TRACE(to_string(stage));
     run(2, [stage](int rank, const BackendRef& backend, auto&&) {
-      backend->session()->set_stage_probe([stage](const char* reached) {
+      backend->session()->set_stage_probe([stage](const char* reached, int64_t) {
         if (std::string(reached) == to_string(stage)) throw std::runtime_error("injected");
       });
       const at::Tensor gradient = gradient_of(rank);

@@ -4,8 +4,10 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -94,11 +96,18 @@ class RecordingChannel : public Channel {
   RecordingChannel(Log& log, RecordingCompressor& compressor)
       : log_(log), payloads_{&compressor.p, &compressor.q} {}
 
-  void allreduce(at::Tensor& payload) override { log_.add("sum " + describe(payload)); }
+  std::function<std::shared_ptr<void>()> observe;
+
+  void allreduce(at::Tensor& payload) override {
+    const auto observed = observe();
+    log_.add("sum " + describe(payload));
+  }
   void allgather(at::Tensor& output, at::Tensor& input) override {
+    const auto observed = observe();
     log_.add("gather " + describe(input) + " as " + describe(output));
   }
   void alltoall(at::Tensor& output, at::Tensor& input) override {
+    const auto observed = observe();
     log_.add("exchange " + describe(input) + " as " + describe(output));
   }
 
@@ -127,8 +136,9 @@ class CompressedStep : public testing::Test {
     compressor_->p.chosen = schedule_of_p_;
     compressor_->q.chosen = schedule_of_q_;
     RecordingChannel channel(log_, *compressor_);
-    const Job job = compressed_step(compressor_, gradient_, {0.5, 8, 3}, stats_,
+    const Job job = compressed_step(compressor_, gradient_, {0.5, 8, 3, 2}, stats_,
                                     std::make_shared<const StageProbe>(probe));
+    channel.observe = job.observe;
     error_ = test::error_of([&] {
       for (const auto& part : job.parts) part(channel);
     });
@@ -138,6 +148,9 @@ class CompressedStep : public testing::Test {
   }
 
   Log log_;
+  const StageProbe probe_ = [this](const char* reached, int64_t bucket) {
+    log_.add("> " + std::string(reached) + " " + std::to_string(bucket));
+  };
   Schedule schedule_of_p_ = Schedule::kAllreduce, schedule_of_q_ = Schedule::kAllreduce;
   const at::Tensor gradient_ = at::zeros({3});
   const std::shared_ptr<Stats> stats_ = std::make_shared<Stats>();
@@ -186,21 +199,26 @@ TEST_F(CompressedStep, CountsItsBytesAndTimesItsStages) {
 }
 
 TEST_F(CompressedStep, TheProbeSeesEachStageBeforeItRuns) {
-  const StageProbe probe = [this](const char* stage) { log_.add(std::string("> ") + stage); };
-  EXPECT_EQ(run(probe), (Events{"> project", "project", "> reduce_p", "sum P", "> orthogonalize",
-                                "orthogonalize", "> back_project", "back_project", "> reduce_q",
-                                "sum Q", "> reconstruct", "reconstruct"}));
+  EXPECT_EQ(run(probe_), (Events{"> ready 2",          "> project 2",      "project",
+                                 "> reduce_p 2",       "> collective 2",   "sum P",
+                                 "> collective_end 2", "> received 2",     "> orthogonalize 2",
+                                 "orthogonalize",      "> back_project 2", "back_project",
+                                 "> reduce_q 2",       "> collective 2",   "sum Q",
+                                 "> collective_end 2", "> received 2",     "> reconstruct 2",
+                                 "reconstruct",        "> end 2"}));
 }
 
 TEST_F(CompressedStep, WhateverFailsIsRolledBackOnceAndThrown) {
   schedule_of_p_ = Schedule::kTwoShot;
-  const StageProbe probe = [this](const char* stage) { log_.add(std::string("> ") + stage); };
-  const Events all = run(probe);
-  for (size_t i = 0; i < all.size(); ++i) {
+  const Events all = run(probe_);
+  for (size_t i = 1; i < all.size(); ++i) {  // the first comes before the job
+    if (all[i] == "> collective_end 2") continue;
     log_.fails = all[i];
-    Events expected(all.begin(), all.begin() + static_cast<ptrdiff_t>(i) + 1);
+    const auto failed = std::find(all.begin(), all.end(), all[i]);
+    Events expected(all.begin(), failed + 1);
+    if (*(failed - 1) == "> collective 2") expected.push_back("> collective_end 2");
     expected.push_back("rollback");
-    EXPECT_EQ(run(probe), expected);
+    EXPECT_EQ(run(probe_), expected);
     EXPECT_EQ(error_, "injected into " + all[i]);
   }
 }
