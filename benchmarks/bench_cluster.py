@@ -5,6 +5,7 @@
     python benchmarks/bench_cluster.py --quick --models gpt-1M
     python benchmarks/bench_cluster.py --methods none plain hook-1-bucket:4 bf16-wire:8,16,32
     python benchmarks/bench_cluster.py --rates 1gbit --delays 0.1 5 20 50 --seeds 3
+    python benchmarks/bench_cluster.py --rounds 0 --methods plain int8-wire:16
     python benchmarks/bench_cluster.py --before ../last-week --models gpt-1M --ranks 8 --delays 20
     python benchmarks/bench_cluster.py --device cuda --models gpt2 --json gpt2.json --logs logs
     python benchmarks/bench_cluster.py --show gpt2.json --picture gpt2.png
@@ -98,6 +99,7 @@ class Bench:
             "titles": {contender.name: contender.title for contender in self.contenders},
             **({"before": commit(arguments.before)} if arguments.before else {}),
             "left_out": {contender.title: why for contender, why in lacks.items() if why},
+            "losses": {},
             "settings": [],
         }
 
@@ -106,6 +108,8 @@ class Bench:
         with torch.device("meta"):
             gradient_bytes = sum(p.nbytes for p in models.TASKS[model].make().parameters())
         learned = self._learned(model, ranks)
+        if not self.arguments.rounds:
+            return
         marks = figures.marks(learned, self.arguments.loss)
         of = self.arguments
         links = itertools.product(of.rates, of.delays, of.slow_start_after_idle)
@@ -137,10 +141,15 @@ class Bench:
             learners.sort(key=lambda contender: contender.method != "plain")
             with hosts.Hosts(ranks, None) as cluster:
                 for contender in learners:
-                    learned[contender.name] = [
-                        self._learn(cluster, model, contender, seed, learned.get("plain"))
+                    plain = learned.get("plain") if self.arguments.rounds else None
+                    runs = [
+                        self._learn(cluster, model, contender, seed, plain)
                         for seed in range(self.arguments.seeds)
                     ]
+                    learned[contender.name] = runs
+                    by_method = self.record["losses"].setdefault(f"{model}, {ranks} ranks", {})
+                    by_method[contender.name] = figures.losses(runs, self.arguments.learning_steps)
+                    write(self.record, self.arguments.json)
         return learned
 
     def _learn(
@@ -151,7 +160,7 @@ class Bench:
         seed: int,
         plain: Sequence[Run] | None,
     ) -> Run:
-        """Trains for plain's steps, and half as many more if plain's loss is not reached."""
+        """Trains for plain's steps, and half as many more if plain's final loss is not reached."""
         steps = self.arguments.learning_steps
         with self._player(cluster, 20, model, contender, seed) as player:
             run = player.turn(steps - WARMUP_STEPS - 1)

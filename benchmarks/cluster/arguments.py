@@ -92,7 +92,7 @@ def _parser(doc: str) -> argparse.ArgumentParser:
     add("--congestion-control", congestion, metavar="NAME", default="")
     idle = "tcp_slow_start_after_idle: 1 shrinks TCP's window after a pause, 0 keeps it (1)"
     add("--slow-start-after-idle", idle, nargs="+", type=int, choices=(0, 1), default=[1])
-    add("--rounds", "number of rounds of turns", type=count)
+    add("--rounds", "number of rounds of turns; 0: only the loss", type=_at_least(0))
     measured = "measured steps per turn, after an unmeasured one (4)"
     add("--steps", measured, type=steps, default=4)
     add(

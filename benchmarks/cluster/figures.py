@@ -43,6 +43,16 @@ def smoothed(losses: Sequence[float], size: int) -> list[float]:
     return [statistics.mean(values) for values in windows]
 
 
+def losses(runs: Sequence[Run], steps: int) -> dict[str, list[float]]:
+    """The smoothed loss after each tenth of the steps: by step, a value for each seed."""
+    smooth = [smoothed(run.losses, window(steps)) for run in runs]
+    every = max(1, steps // 10)
+    return {
+        str(step): [each[step - 1] for each in smooth if len(each) >= step]
+        for step in range(every, steps + 1, every)
+    }
+
+
 def steps_to(loss: float, losses: Sequence[float], size: int) -> int | None:
     """The first step at which the smoothed loss is that low, or None."""
     for i, value in enumerate(smoothed(losses, size)):

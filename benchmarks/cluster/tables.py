@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +53,19 @@ def learning(record: Record) -> Table:
             final = f"{figures[0]['final_loss']:.3f}"
             rows.append([record["titles"][method], final, *(seconds if loss is not None else [])])
     return headings, rows
+
+
+def by_step(record: Record, losses: dict[str, dict[str, list[float]]]) -> Table:
+    """The loss of each method after each tenth of the steps, and at the end beyond plain's."""
+    medians = {
+        method: [statistics.median(each) if each else math.nan for each in of.values()]
+        for method, of in losses.items()
+    }
+    rows = []
+    for method, values in medians.items():
+        beyond = values[-1] - medians.get("plain", [math.nan])[-1]
+        rows.append([record["titles"][method], *map("{:.3f}".format, values), f"{beyond:+.3f}"])
+    return ["method", *next(iter(losses.values())), "beyond plain's"], rows
 
 
 def on_the_way(record: Record, rate: str = "1gbit") -> Table:
@@ -131,7 +146,10 @@ def everything(record: Record) -> dict[str, Table]:
     groups: dict[str, list[Record]] = {}
     for setting in record["settings"]:
         groups.setdefault(f"{setting['model']}, {setting['ranks']} ranks", []).append(setting)
-    tables = {}
+    tables = {
+        f"{title}: loss by step": by_step(record, losses)
+        for title, losses in record.get("losses", {}).items()
+    }
     for title, settings in groups.items():
         part = {**record, "settings": settings}
         tables[f"{title}: a step"] = links(part)

@@ -22,7 +22,7 @@ pytest.importorskip("rich")
 import bench_cluster
 import report
 import shapes
-from cluster import models, mps, player
+from cluster import contenders, models, mps, player
 from cluster.rank import Job
 from launcher import hosts
 
@@ -77,6 +77,14 @@ def test_each_method_has_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert titles["bf16-wire:16"] == "ours, bf16 wire, rank 16"
     assert titles["plain"] == "plain all-reduce"
+
+
+def test_variables_of_nccl_are_of_the_environment() -> None:
+    wanted = contenders.parse("attached+NCCL_ALGO=allreduce:tree+NCCL_MAX_CTAS=2+min_numel=9:4,8")
+    four, eight = contenders.expand([wanted], [16])
+    assert four.how.variables == {"NCCL_ALGO": "allreduce:tree", "NCCL_MAX_CTAS": "2"}
+    assert [four.rank, eight.rank] == [4, 8]
+    assert four.how.fields == {"min_numel": 9}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -91,6 +91,19 @@ def test_each_seed_is_timed_to_its_own_plain_run() -> None:
     assert figures.catches_up(learned["plain"][0], learned["plain"][0], 100)
 
 
+def test_losses_on_the_way_are_beyond_those_of_plain() -> None:
+    plain = [Run(losses=[float(start - step) for step in range(60)]) for start in (90, 100)]
+    ours = [Run(losses=[float(91 - step) for step in range(90)]), Run(["hung"])]
+    found = {"plain": figures.losses(plain, 60), "ours": figures.losses(ours, 60)}
+    # The mean of the last ten losses is 4.5 above the last of them.
+    assert found["plain"]["30"] == [90 - 29 + 4.5, 100 - 29 + 4.5]
+    assert found["ours"]["60"] == [91 - 59 + 4.5]
+    record = {"titles": {"plain": "plain", "ours": "ours"}, "settings": []}
+    (table,) = tables.everything({**record, "losses": {"demo, 2 ranks": found}}).values()
+    assert table[0] == ["method", *map(str, range(6, 61, 6)), "beyond plain's"]
+    assert [row[-2:] for row in table[1]] == [["40.500", "+0.000"], ["36.500", "-4.000"]]
+
+
 def test_the_tables_show_links_times_and_seconds_to_the_loss() -> None:
     """Plain is timed at 0.5 s a step, and ours at 0.1. Both have the same losses."""
     runs = [Run(losses=[float(start - step) for step in range(60)]) for start in (90, 95)]
