@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The parts of bench_stages.py, bench_model.py and bench_step.py."""
+"""The parts of bench_stages.py and bench_step.py."""

@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bench_model
 import bench_stages
 import bench_step
 import pytest
-import torch
 import torch.distributed as dist
 from stages.floor import floor_bytes, floor_ms
 
@@ -22,27 +20,6 @@ def _run(program: Any, words: str, file: Path, monkeypatch: pytest.MonkeyPatch) 
     program.main()
     record: dict[str, Any] = json.loads(file.read_text())
     return record
-
-
-SMALL = (
-    "--device cpu --layers 2 --width 32 --inner 48 --heads 4 --key-heads 2 --vocabulary 64"
-    " --batches 1 2 --sequence 8 --repeats 1 --ranks 2"
-)
-
-
-def test_the_stages_of_a_model_are_a_share_of_its_dense_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = _run(bench_model, SMALL, tmp_path / "model.json", monkeypatch)
-    per_layer = 2 * 32 + 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48
-    assert record["parameters"] == 2 * per_layer + 64 * 32 + 32
-    assert [dense["batch"] for dense in record["dense"]] == [1, 2]
-    assert [found["residual_dtype"] for found in record["stages"]] == ["float32", "bfloat16"]
-    for found in record["stages"]:
-        for dense in record["dense"]:
-            share = found["share"][str(dense["batch"])]
-            assert share == pytest.approx(found["ms"] / dense["ms"], rel=1e-5)
-    assert "of batch 2" in capsys.readouterr().out
 
 
 def test_a_step_is_timed_with_the_stages_and_without(
@@ -56,29 +33,6 @@ def test_a_step_is_timed_with_the_stages_and_without(
     assert cases == [(None, 25), (2, 25)]
     assert all(found["ms"] > 0 for found in record["results"])
     assert "stages, rank 2, buckets of 25 MB: " in capsys.readouterr().out
-
-
-def test_the_default_model_has_three_billion_parameters() -> None:
-    with torch.device("meta"):
-        model = bench_model.Decoder(bench_model.Shape())
-    assert sum(parameter.numel() for parameter in model.parameters()) == 3_212_749_824
-
-
-def test_what_does_not_fit_leaves_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = bench_model.dense_step
-
-    def dense_step(shape: bench_model.Shape, batch: int, arguments: Any) -> dict[str, Any]:
-        if batch == 2:
-            raise torch.cuda.OutOfMemoryError("no room")
-        return whole(shape, batch, arguments)
-
-    monkeypatch.setattr(bench_model, "dense_step", dense_step)
-    record = _run(bench_model, SMALL, tmp_path / "model.json", monkeypatch)
-    assert [dense["batch"] for dense in record["dense"]] == [1]
-    assert len(record["stages"]) == 2
-    assert "batch 2 x 8 tokens: out of memory" in capsys.readouterr().out
 
 
 def test_the_rows_of_a_run_that_is_cut_off_are_there(
