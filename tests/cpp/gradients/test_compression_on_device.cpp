@@ -2,6 +2,7 @@
 //
 // Compression on a device that runs enqueued operations in any order that streams and events admit.
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -168,6 +169,38 @@ INSTANTIATE_TEST_SUITE_P(
                     Mode{"int8", WireDType::kInt8, false, 2e-2},
                     Mode{"int8_over_gloo", WireDType::kInt8, true, 2e-2, true}),
     [](const auto& mode) { return mode.param.name; });
+
+TEST(StageProbeOnDevice, IsCalledInTheStreamOfWhatFollows) {
+  fake::add_operators();
+  test::in_any_order(fake::Host::kMayNotWait, [&] {
+    const at::Device device = fake::device(0);
+    fake::use_new_stream(device);
+    const auto session = test::session_of_equal_ranks(device, test::compressing(2));
+    const auto model = test::attach(session, {at::zeros({24, 32}, device)});
+    const auto current = [&] {
+      return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+    };
+    std::vector<std::string> reached;
+    std::vector<c10::Stream> streams;
+    session->set_stage_probe([&](const char* point, int64_t bucket) {
+      reached.push_back(std::string(point) + " " + std::to_string(bucket));
+      streams.push_back(current());
+    });
+    at::Tensor gradient = test::random(1, {24 * 32}).to(device);
+    model->reduce(0, gradient, {0}, 2, /*more_follow=*/true)->wait();
+    session->set_stage_probe({});
+    model->end_step();
+    EXPECT_EQ(reached,
+              (std::vector<std::string>{
+                  "ready 0", "project 0", "reduce_p 0", "collective 0", "collective_end 0",
+                  "received 0", "orthogonalize 0", "back_project 0", "reduce_q 0", "collective 0",
+                  "collective_end 0", "received 0", "reconstruct 0", "end 0"}));
+    const c10::Stream ahead = streams[1], behind = streams.back();
+    EXPECT_EQ(streams[0], current());
+    EXPECT_NE(ahead, behind);
+    for (size_t i = 1; i < streams.size(); ++i) EXPECT_EQ(streams[i], i < 5 ? ahead : behind) << i;
+  });
+}
 
 // Tensors without an attached model.
 
