@@ -18,7 +18,7 @@ from dataclasses import dataclass
 THREADS = 256  # of a block: kThreads in csrc/kernels/cuda/block_tiles.h
 WARPS_OF_A_BLOCK = THREADS // 32
 REGISTERS = 16384  # of each of the four parts of a multiprocessor
-TUNED = (80, 90)  # no float kernel may spill on these
+TUNED = (80, 90, 100, 120)  # no float kernel may spill on these
 NAME_WIDTH = 60
 
 

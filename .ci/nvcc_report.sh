@@ -10,7 +10,7 @@
 #   .ci/nvcc_report.sh [architecture ...]        e.g. .ci/nvcc_report.sh 75 120      JOBS=2
 set -eu
 cd "$(dirname "$0")/.."
-architectures=${*:-80 90}
+architectures=${*:-80 90 100 120}
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 

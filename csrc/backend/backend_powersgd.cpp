@@ -63,8 +63,9 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_coalesced(
 }
 
 void BackendPowerSGD::startCoalescing() {
+  session_->flush();
+  ForwardingBackend::startCoalescing();  // Gloo refuses
   session_->begin_coalescing();
-  ForwardingBackend::startCoalescing();
 }
 
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::endCoalescing() {

@@ -36,6 +36,8 @@ class BucketStates {
   void rollback(const BucketPlan& plan);
 
   const std::vector<ParameterStatePtr>& of_matrices() const { return states_; }
+  // What projected() was called with in the step in progress.
+  const at::Tensor& gradient() const { return gradient_; }
 
  private:
   struct Stale {

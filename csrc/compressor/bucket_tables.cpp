@@ -174,7 +174,8 @@ BucketTables::BucketTables(const BucketSpec& spec, const std::vector<ParameterSt
   const auto words = at::TensorOptions(spec.device).dtype(at::kLong);
   counters_ = at::zeros({tables.tiles.num_counters}, words);
   bucket_.counters = static_cast<uint64_t*>(counters_.data_ptr());
-  static_assert(sizeof(kernels::BucketState) % sizeof(int64_t) == 0);
+  static_assert(sizeof(kernels::BucketState) == 2 * sizeof(int64_t) &&
+                offsetof(kernels::BucketState, skipped) == sizeof(int64_t));
   state_ = at::zeros({sizeof(kernels::BucketState) / sizeof(int64_t)}, words);
   bucket_.state = static_cast<kernels::BucketState*>(state_.data_ptr());
   bucket_.p_payload = payloads.p.data_ptr();

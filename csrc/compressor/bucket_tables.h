@@ -66,6 +66,8 @@ class BucketTables {
   void begin_second_part() { bucket_.workspace = workspaces_.second->data(); }
 
   const kernels::Bucket& bucket() const { return bucket_; }
+  // Not 0 if the step is skipped. Its lower half is BucketState::skipped.
+  at::Tensor skipped() const { return state_.select(0, 1); }
   // Packets::factors of both payloads.
   const DeviceTables& tables() const { return tables_; }
 

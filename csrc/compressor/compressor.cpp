@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "compressor/bucket_spec.h"
@@ -13,6 +14,7 @@
 #include "compressor/device_stages.h"
 #include "compressor/payloads.h"
 #include "compressor/streams.h"
+#include "compressor/torch_products.h"
 
 namespace powersgd {
 namespace {
@@ -50,23 +52,34 @@ class StagesCompressor final : public BucketCompressor {
       if (step.same_start) start.step = 0;
       stages_.random_start(start);
     }
+    if (products_) products_->subtract_sent();
     stages_.project(tables_.bucket());
     states_.projected(gradient);
+    if (products_) products_->project(gradient);
     return *p_;
   }
 
   void orthogonalize() override {
     tables_.begin_second_part();
-    stages_.orthogonalize(tables_.bucket());
+    if (products_) {
+      products_->orthogonalize();
+    } else {
+      stages_.orthogonalize(tables_.bucket());
+    }
   }
 
   Payload& back_project() override {
-    stages_.back_project(tables_.bucket());
+    if (products_) {
+      products_->back_project(states_.gradient());
+    } else {
+      stages_.back_project(tables_.bucket());
+    }
     return *q_;
   }
 
   void reconstruct() override {
     stages_.reconstruct(tables_.bucket());
+    if (products_) products_->reconstruct(states_.gradient(), tables_.bucket().output_scale);
     states_.end_step(spec_.plan, p_->elements());
   }
 
@@ -88,6 +101,10 @@ class StagesCompressor final : public BucketCompressor {
                             at::zeros({plans_.q.padded_numel(spec_.ranks.count)}, factors)};
     tables_ =
         BucketTables(spec_, states_.of_matrices(), step_counter_.get(), workspaces_, elements);
+    if (!stages_.multiplies(tables_.bucket())) {
+      products_.emplace(spec_.plan, states_.of_matrices(), elements, tables_.skipped(),
+                        spec_.options.orthogonalization_epsilon);
+    }
     kernels::Packets p{}, q{};
     p.factors = tables_.tables().p_factors;
     q.factors = tables_.tables().q_factors;
@@ -112,6 +129,7 @@ class StagesCompressor final : public BucketCompressor {
   BucketStates states_;
   bool prepared_ = false;  // prepare() makes everything below
   BucketTables tables_;
+  std::optional<TorchProducts> products_;
   std::unique_ptr<Payload> p_, q_;
 };
 

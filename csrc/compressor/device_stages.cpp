@@ -35,6 +35,7 @@ class CpuStages final : public Stages {
   void reconstruct(const kernels::Bucket& bucket) const override {
     kernels::cpu::reconstruct(bucket, parallel_for);
   }
+  bool multiplies(const kernels::Bucket&) const override { return true; }
   void quantize(const kernels::Packets& packets) const override {
     kernels::cpu::quantize(packets, parallel_for);
   }
@@ -74,6 +75,9 @@ class CudaStages final : public Stages {
   }
   void reconstruct(const kernels::Bucket& bucket) const override {
     check("reconstruct", kernels::cuda::reconstruct(bucket, current_stream()));
+  }
+  bool multiplies(const kernels::Bucket& bucket) const override {
+    return kernels::cuda::multiplies(bucket);
   }
   void quantize(const kernels::Packets& packets) const override {
     check("quantize", kernels::cuda::quantize(packets, current_stream()));

@@ -23,6 +23,9 @@ class Stages {
   virtual void orthogonalize(const kernels::Bucket& bucket) const = 0;
   virtual void back_project(const kernels::Bucket& bucket) const = 0;
   virtual void reconstruct(const kernels::Bucket& bucket) const = 0;
+  // False if the kernels leave the products of such a bucket to TorchProducts. project and
+  // reconstruct then do all else. orthogonalize and back_project are not called.
+  virtual bool multiplies(const kernels::Bucket& bucket) const = 0;
   virtual void quantize(const kernels::Packets& packets) const = 0;
   virtual void requantize(const kernels::Packets& packets) const = 0;
   virtual void dequantize(const kernels::Packets& packets) const = 0;

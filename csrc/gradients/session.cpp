@@ -145,11 +145,6 @@ void Session::flush() {
   for (const auto& [device, engine] : engines_) engine->flush();
 }
 
-void Session::begin_coalescing() {
-  flush();
-  coalescing_ = true;
-}
-
 void Session::check_not_coalescing() const {
   TORCH_CHECK(!coalescing_,
               "powersgd: nothing is compressed between the start and the end of a coalescing block "

@@ -195,6 +195,16 @@ using Status = int;
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
                      DType factor_dtype);
 
+// The stages multiply factors in float32, of ranks up to this.
+constexpr int64_t kMaxRank = 32;
+
+// If this is false, project only forms M, from a memory that is the residual already, and
+// reconstruct leaves zeros in place of the product. The caller does the products and the other two
+// stages.
+inline bool multiplies(const Bucket& bucket) {
+  return bucket.largest_rank <= kMaxRank && bucket.factor_dtype == DType::kFloat32;
+}
+
 // The number of kernels that this process has launched.
 int64_t launch_count();
 

@@ -93,7 +93,7 @@ class Session {
   void flush();
   // In between, an inner backend that coalesces issues no collective, and a step would go on with
   // payloads that are not summed: it is an error instead.
-  void begin_coalescing();
+  void begin_coalescing() { coalescing_ = true; }
   void end_coalescing() { coalescing_ = false; }
   bool is_coalescing() const { return coalescing_; }
   void check_not_coalescing() const;

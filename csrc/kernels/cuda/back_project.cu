@@ -24,16 +24,15 @@ namespace {
 // Registers are traded for blocks in flight, and blocks for rows of M that a warp loads at a time.
 // That keeps 64 KB of loads in flight per multiprocessor at low ranks, 32 KB at rank 16, and 16 KB
 // at rank 32, where the products set the pace.
-template <int R, typename F>
-constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 2
-                                    : R <= 4       ? 4
-                                    : R <= 8       ? 2
-                                                   : 1;
+template <int R>
+constexpr int kBlocksPerProcessor = R <= 4   ? 4
+                                    : R <= 8 ? 2
+                                             : 1;
 template <int R>
 constexpr int kBatch = R == 8 || R == 16 ? 8 : 4;
 
-template <int R, typename F>
-constexpr size_t kSharedBytes = sizeof(F) * std::max(kStagedRows * R, kReduceElements<R>);
+template <int R>
+constexpr size_t kSharedBytes = sizeof(float) * std::max(kStagedRows * R, kReduceElements<R>);
 
 // A lane's part of kBatch rows of M.
 template <int R, typename S>
@@ -77,12 +76,11 @@ __device__ __forceinline__ LaneColumns lane_columns(const Matrix& matrix, const 
   return {is_aligned(m.base, matrix.cols), static_cast<int>(tile.col_end - lane_column(tile))};
 }
 
-// Phases 2 and 3 for columns [k0, k0 + R) of p_hat. `batch` holds the warp's first rows if they are
-// loaded.
+// Phases 2 and 3. `batch` holds the warp's first rows if they are loaded.
 template <int R, typename S>
 __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& tile,
-                                           const StoredM<S>& m, int64_t k0, Batch<R, S>& batch,
-                                           bool loaded, Factor<S> (&sums)[R][4]) {
+                                           const StoredM<S>& m, Batch<R, S>& batch, bool loaded,
+                                           Factor<S> (&sums)[R][4]) {
   using F = Factor<S>;
   F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][R]
   const F* const p_hat = static_cast<const F*>(matrix.p_hat);
@@ -97,7 +95,7 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
     const int rows = rows_of_chunk(tile, begin);
     __syncthreads();
     for (int i = threadIdx.x; i < kStagedRows * R; i += kThreads) {
-      const int64_t k = k0 + i % R;
+      const int k = i % R;
       staged[i] = i / R < rows && k < matrix.rank ? p_hat[(begin + i / R) * matrix.rank + k] : F{0};
     }
     __syncthreads();
@@ -129,23 +127,19 @@ __device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Ma
     send_zeros<F>(bucket, matrix, tile);
     return;
   }
-  for (int64_t k0 = 0; k0 < matrix.rank; k0 += R) {
-    F sums[R][4];
-    accumulate<R>(matrix, tile, m, k0, batch, loaded && k0 == 0, sums);
-    write_strip<R>(bucket, matrix, tile, k0, sums, reinterpret_cast<F*>(shared_memory()));
-  }
+  F sums[R][4];
+  accumulate<R>(matrix, tile, m, batch, loaded, sums);
+  write_strip<R>(bucket, matrix, tile, sums, reinterpret_cast<F*>(shared_memory()));
   add_row_ranges<F>(bucket, matrix, tile);
 }
 
-template <int R, typename F>
-__global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
+template <int R>
+__global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R>))
     back_project_kernel(Bucket bucket, int64_t first_tile) {
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
   const DType stored = matrix.memory == nullptr ? bucket.gradient_dtype : bucket.residual_dtype;
-  if constexpr (sizeof(F) == 8)
-    back_project_tile<R, double>(bucket, matrix, tile);
-  else if (stored == DType::kFloat32)
+  if (stored == DType::kFloat32)
     back_project_tile<R, float>(bucket, matrix, tile);
   else
     back_project_tile<R, uint16_t>(bucket, matrix, tile);
@@ -163,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     back_project_bfloat16_tile<R, uint16_t>(bucket, work.matrix, work.tile);
 }
 
-template <int R, typename F>
+template <int R>
 Status launch_back_project(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
   const int64_t count = begin[kBackProjectTiles + 1] - begin[kBackProjectTiles];
@@ -171,24 +165,21 @@ Status launch_back_project(const Bucket& bucket, Stream stream) {
     bool bfloat16 = false;
     const Status status = takes_bfloat16_products(bucket, &bfloat16);
     if (status != 0) return status;
-    if (bfloat16 && bucket.largest_rank <= R)
+    if (bfloat16)
       return launch<back_project_bfloat16_kernel<R>>(count, kBfloat16BytesOfBackProject<R>, stream,
                                                      Predecessor::kAllowsSuccessor, bucket,
                                                      begin[kBackProjectTiles]);
   }
-  return launch<back_project_kernel<R, F>>(count, kSharedBytes<R, F>, stream,
-                                           Predecessor::kAllowsSuccessor, bucket,
-                                           begin[kBackProjectTiles]);
+  return launch<back_project_kernel<R>>(count, kSharedBytes<R>, stream,
+                                        Predecessor::kAllowsSuccessor, bucket,
+                                        begin[kBackProjectTiles]);
 }
 
 }  // namespace
 
 Status back_project(const Bucket& bucket, Stream stream) {
-  if (bucket.factor_dtype == DType::kFloat64) return launch_back_project<4, double>(bucket, stream);
-  return with_rank<1, 2, 4, 8, 16, 32>(bucket, [&](auto rank) {
-    constexpr int kRanks = rank == 0 ? 16 : rank;
-    return launch_back_project<kRanks, float>(bucket, stream);
-  });
+  return with_rank<1, 2, 4, 8, 16, kMaxRank>(
+      bucket, [&](auto rank) { return launch_back_project<rank>(bucket, stream); });
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -29,6 +29,7 @@ class Builder {
       largest_rank_ = std::max(largest_rank_, matrix.rank);
       total_elements_ += matrix.rows * matrix.cols;
     }
+    multiplies_ = factor_bytes == 4 && largest_rank_ <= kMaxRank;
     next_counter_ = raw_flags_counter(static_cast<int64_t>(matrices.size())) + 1;
   }
 
@@ -36,9 +37,12 @@ class Builder {
     add_raw(kProjectTiles);
     for (size_t i = 0; i < matrices_.size(); ++i) add_project(static_cast<int32_t>(i));
     end_stage();
-    add_orthogonalize();
+    if (multiplies_) add_orthogonalize();
     end_stage();
-    for (size_t i = 0; i < matrices_.size(); ++i) add_back_project(static_cast<int32_t>(i));
+    for (size_t i = 0; i < matrices_.size(); ++i) {
+      if (multiplies_) add_back_project(static_cast<int32_t>(i));
+      add_strips(static_cast<int32_t>(i));
+    }
     end_stage();
     add_reconstruct();
     end_stage();
@@ -97,25 +101,25 @@ class Builder {
         std::max<int64_t>(kStrip, round_up(ceil_div(matrix.cols, ranges), kStrip));
     for (int64_t row = 0; row < matrix.rows; row += rows) {
       const Range group{row, std::min(row + rows, matrix.rows)};
-      const int64_t parts = std::max<int64_t>(1, ceil_div(matrix.cols, width));
+      const int64_t parts = multiplies_ ? std::max<int64_t>(1, ceil_div(matrix.cols, width)) : 1;
       const int64_t partial = slots((group.end - group.begin) * matrix.rank * factor_bytes_);
       const int64_t slot = parts > 1 ? take(parts * partial) : 0;
       const int64_t counter = parts > 1 ? next_counter_++ : 0;
-      for (int64_t part = 0; part < parts; ++part)
-        set_part(add(kProjectTiles, TileKind::kMatrix, item, group,
-                     {part * width, std::min(part * width + width, matrix.cols)}),
-                 slot, part, parts, counter);
+      for (int64_t begin = 0, part = 0; part == 0 || begin < matrix.cols; begin += width, ++part) {
+        Tile& tile = add(kProjectTiles, TileKind::kMatrix, item, group,
+                         {begin, std::min(begin + width, matrix.cols)});
+        if (multiplies_) set_part(tile, slot, part, parts, counter);
+      }
     }
   }
 
-  // A matrix has its tiles' Gram matrices, or at a high rank the arrays of the plain way.
+  // A matrix has its tiles' Gram matrices.
   void add_orthogonalize() {
     for (size_t i = 0; i < matrices_.size(); ++i) {
       const Matrix& matrix = matrices_[i];
-      const int64_t rows = orthogonalize_rows(matrix.rows, matrix.rank);
+      const int64_t rows = orthogonalize_rows(matrix.rows);
       const int64_t parts = matrix.rank > 0 ? ceil_div(matrix.rows, rows) : 0;
-      const int64_t slot = take(matrix.rank > kMaxFastRank ? plain_slots(matrix.rank)
-                                                           : 2 * parts * gram_slots(matrix.rank));
+      const int64_t slot = take(2 * parts * gram_slots(matrix.rank));
       for (int64_t part = 0; part < parts; ++part)
         set_part(add(kOrthogonalizeTiles, TileKind::kMatrix, static_cast<int32_t>(i),
                      {part * rows, std::min(part * rows + rows, matrix.rows)}, {0, matrix.rank}),
@@ -127,7 +131,7 @@ class Builder {
   void add_back_project(int32_t item) {
     const Matrix& matrix = matrices_[static_cast<size_t>(item)];
     const int64_t target = target_elements(2048, 16384, 65536) / kStrip;
-    const int64_t wanted = std::max(target, 32 * std::min(matrix.rank, kMaxFastRank));
+    const int64_t wanted = std::max(target, 32 * matrix.rank);
     // Ranges are long, so that reading their sums costs little, but there are several hundred
     // tiles.
     const int64_t longest = round_up(target_elements(512, 16384, 1 << 20) / kStrip, 32);
@@ -147,8 +151,12 @@ class Builder {
                      strip_at(matrix, strip * kStrip)),
                  slot + strip * parts * partial, part, parts, counter + strip);
     }
-    for (int64_t strip = 0; strip < strips; ++strip)
-      add(kStrips, TileKind::kMatrix, item, {0, matrix.rank}, strip_at(matrix, strip * kStrip));
+  }
+
+  void add_strips(int32_t item) {
+    const Matrix& matrix = matrices_[static_cast<size_t>(item)];
+    for (int64_t col = 0; col < matrix.cols; col += kStrip)
+      add(kStrips, TileKind::kMatrix, item, {0, matrix.rank}, strip_at(matrix, col));
   }
 
   // The sums of squares of a row's parts lie one after the other, rows by parts, as doubles.
@@ -206,6 +214,7 @@ class Builder {
   const std::vector<RawSegment>& raw_;
   const int64_t factor_bytes_;
   int64_t largest_rank_ = 0;
+  bool multiplies_;  // see multiplies() in powersgd/kernels.h
   int64_t total_elements_ = 0;
   std::array<std::vector<Tile>, kTileLists> lists_;
   int64_t next_counter_ = 0;

@@ -18,7 +18,6 @@ constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
 
 constexpr int kStrip = 128;            // columns that a warp takes at a time, 4 per lane
-constexpr int64_t kMaxFastRank = 32;   // above, plain loops
 constexpr int kMaxTilesToFactor = 64;  // of a matrix in orthogonalize
 
 // The lists of a TileTable. Only those that say so hold another kind than kMatrix.
@@ -65,10 +64,9 @@ POWERSGD_HOST_DEVICE constexpr int project_rows_per_warp(int64_t largest_rank, b
 constexpr int kMostRanksInRegisters = 8;
 constexpr int kRowsOfBlock = 64;
 
-// The rows of a tile of orthogonalize. A matrix of high rank takes the plain way, and so is one
-// tile. Every block adds up the results of all tiles of its matrix, so their number is limited.
-POWERSGD_HOST_DEVICE inline int64_t orthogonalize_rows(int64_t rows, int64_t rank) {
-  if (rank > kMaxFastRank) return rows > 0 ? rows : 1;
+// The rows of a tile of orthogonalize. Every block adds up the results of all tiles of its matrix,
+// so their number is limited.
+inline int64_t orthogonalize_rows(int64_t rows) {
   const int64_t even = round_up(ceil_div(rows, kMaxTilesToFactor), kWarpSize);
   return even > kThreads ? even : kThreads;
 }
@@ -79,10 +77,6 @@ POWERSGD_HOST_DEVICE inline int64_t triangle(int64_t rank) { return rank * (rank
 // once for odd passes.
 POWERSGD_HOST_DEVICE inline int64_t gram_slots(int64_t rank) {
   return slots(triangle(rank) * int64_t{sizeof(double)});
-}
-// The arrays of the plain way: the Gram matrix, its inverse, and two numbers per column.
-POWERSGD_HOST_DEVICE inline int64_t plain_slots(int64_t rank) {
-  return slots((2 * rank * rank + 2 * rank) * int64_t{sizeof(double)});
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -10,35 +10,31 @@
 
 namespace powersgd::kernels::cuda {
 
-constexpr int kPlainRanks = 4;  // rows of a factor that a kernel of any rank takes at a time
+constexpr int kNoProducts = 0;  // the R of kernels that do all but the products
 
 // Calls on_rank(R), R a std::integral_constant: the first of kRanks, in rising order, that no rank
-// of the bucket exceeds. R is 0 if there is none.
+// of the bucket exceeds. kNoProducts serves any rank.
 template <int... kRanks, typename OnRank>
 Status with_rank(const Bucket& bucket, const OnRank& on_rank) {
-  Status status = 0;
-  const bool found = ((bucket.largest_rank <= kRanks &&
-                       (status = on_rank(std::integral_constant<int, kRanks>()), true)) ||
-                      ...);
-  return found ? status : on_rank(std::integral_constant<int, 0>());
+  Status status = cudaErrorInvalidConfiguration;
+  (void)(((kRanks == kNoProducts || bucket.largest_rank <= kRanks) &&
+          (status = on_rank(std::integral_constant<int, kRanks>()), true)) ||
+         ...);
+  return status;
 }
 
 template <typename Launch, typename G, typename M>
 Status dispatch_rank(const Bucket& bucket, Stream stream) {
-  return with_rank<1, 2, 4, 8, 16, 32>(bucket, [&](auto rank) {
-    if constexpr (rank == 0)
-      return Launch::template run<kPlainRanks, true, float, G, M>(bucket, stream);
-    else
-      return Launch::template run<rank, false, float, G, M>(bucket, stream);
-  });
+  return with_rank<1, 2, 4, 8, 16, kMaxRank, kNoProducts>(
+      bucket, [&](auto rank) { return Launch::template run<rank, float, G, M>(bucket, stream); });
 }
 
-// Runs Launch::run<R, kAnyRank, F, G, M> of a stage that reads the gradient and memory. It serves
-// ranks up to R, or any rank. F, G and M say how the factors, the gradient and memory are stored.
+// Runs Launch::run<R, F, G, M> of a stage that reads the gradient and memory. It serves ranks up to
+// R. F, G and M say how the factors, the gradient and memory are stored.
 template <typename Launch>
 Status dispatch(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64)
-    return Launch::template run<kPlainRanks, true, double, double, double>(bucket, stream);
+    return Launch::template run<kNoProducts, double, double, double>(bucket, stream);
   const bool wide_gradient = bucket.gradient_dtype == DType::kFloat32;
   const bool wide_memory = bucket.residual_dtype == DType::kFloat32;
   if (wide_gradient)

@@ -4,7 +4,7 @@
 #include "kernels/cuda/reduce.cuh"
 #include "kernels/shared/layout.h"
 
-// Gram matrices in double. Both ways of orthogonalize.cu are made of them.
+// Gram matrices in double.
 //
 // The columns are cut into panels of 8. A product of two panels is the 8x8 that the lanes of a warp
 // hold: with g = lane / 4 and t = lane % 4, elements (g, 2t) and (g, 2t + 1).
@@ -104,27 +104,6 @@ __device__ __forceinline__ void gram(const TallFactor<F>& x, int64_t begin, int6
     const int other = (product - panel * (panel + 1) / 2) * kPanel + element % kPanel;
     if (row < rank && other <= row) out(row, other, total);
   }
-}
-
-// The same over all rows of X, at any rank. Each warp forms one product at a time.
-template <typename F, typename Out>
-__device__ void gram_plainly(const TallFactor<F>& x, int64_t rows, int64_t rank, const Out& out) {
-  int64_t left = 0, right = warp_id();  // panels of the product's rows and columns
-  while (true) {
-    while (right > left) right -= ++left;
-    if (left * kPanel >= rank) break;
-    const int64_t column[2] = {column_in_panel(right, rank), column_in_panel(left, rank)};
-    double sum[kProducts<2>][2] = {};
-    multiply_panels(x, 0, rows, kRowsPerStep, column, sum);
-    POWERSGD_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const int64_t row = left * kPanel + lane_id() / 4;
-      const int64_t other = right * kPanel + lane_id() % 4 * 2 + i;
-      if (row < rank && other <= row) out(row, other, sum[1][i]);
-    }
-    right += kWarps;
-  }
-  __syncthreads();
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -22,10 +22,8 @@
 // Fukaya, Nakatsukasa, Yanagisawa, Yamamoto, "CholeskyQR2: a simple and communication-avoiding
 // algorithm" (ScalA 2014). A double Gram matrix of float columns leaves an error of 1e-16 times the
 // squared condition number. One pass is enough up to condition numbers of 1e4, and two beyond.
-// Double columns take two.
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/orthogonalize_tile.cuh"
-#include "kernels/cuda/plain_orthogonalize.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {
@@ -41,31 +39,9 @@ struct Tickets {
 template <int R, typename F>
 __device__ __forceinline__ void check_matrix(const Bucket& bucket, const Tile& tile) {
   const Matrix matrix = bucket.matrices[tile.item];
-  const TallFactor<F> p = p_of<F>(bucket, matrix);
-  bool bad = false;
-  if (matrix.rank <= kMaxFastRank) {
-    bad = gram_of_tile<R>(bucket, matrix, tile, p, 0);
-  } else {
-    const int64_t end = tile.row_end * matrix.rank;
-    for (int64_t i = tile.row_begin * matrix.rank + threadIdx.x; i < end; i += kThreads)
-      bad = !is_finite(p.data[i]) || bad;
-  }
-  // Notes in Bucket::counters that this launch has found such an element.
-  if (bad) raise_to(&bucket.counters[kNonFiniteP], shared()->ticket.launch + 1);
-}
-
-// A matrix of high rank is done in the first pass, in a kernel for any rank.
-template <int R, bool kAnyRank, typename F>
-__device__ __forceinline__ bool run_pass(const Bucket& bucket, const Matrix& matrix,
-                                         const Tile& tile, StagedRows<R, F>& rows, int pass,
-                                         bool skip) {
-  if (kAnyRank && matrix.rank > kMaxFastRank) {
-    if (skip) return false;
-    orthogonalize_plainly<F>(bucket, matrix, slot_pointer<double>(bucket, tile.slot),
-                             &shared()->weak);
-    return false;
-  }
-  return orthogonalize_tile<R, F>(bucket, matrix, tile, rows, pass, skip);
+  // Notes in Bucket::counters that this launch has found an element of P that is not finite.
+  if (gram_of_tile<R>(bucket, matrix, tile, p_of<F>(bucket, matrix), 0))
+    raise_to(&bucket.counters[kNonFiniteP], shared()->ticket.launch + 1);
 }
 
 // The minimum number of resident blocks. Those of 2. should be resident when 1. ends, but none may
@@ -75,14 +51,13 @@ constexpr int kBlocksAtHighestRank = 1;
 #else
 constexpr int kBlocksAtHighestRank = 2;
 #endif
-template <int R, typename F>
-constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 1
-                                    : R > 16       ? kBlocksAtHighestRank
-                                    : R > 8        ? 2
-                                                   : 4;
+template <int R>
+constexpr int kBlocksPerProcessor = R > 16  ? kBlocksAtHighestRank
+                                    : R > 8 ? 2
+                                            : 4;
 
-template <int R, bool kAnyRank, typename F>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R, F>)
+template <int R, typename F>
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
     orthogonalize_kernel(const __grid_constant__ Bucket bucket, Tickets tickets) {
   const Ticket ticket =
       take_ticket(&bucket.counters[kOrthogonalizeTickets], tickets.all(), &shared()->ticket);
@@ -102,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R, F>)
   const Matrix matrix = bucket.matrices[tile.item];
   const bool unused = out_of_use<F>(bucket, matrix);
   StagedRows<R, F> rows(solve_arrays<R, F>().rows, matrix.rank, tile);
-  if (pass == 0 && matrix.rank <= kMaxFastRank) rows.load(p_of<F>(bucket, matrix));
+  if (pass == 0) rows.load(p_of<F>(bucket, matrix));
   await(&bucket.counters[kGramsWritten],
         (ticket.launch + 1) * static_cast<uint64_t>(tickets.tiles));
   // Not before: the successor's blocks would wait on every processor for as long as this kernel
@@ -115,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R, F>)
     await(passes, number * static_cast<uint64_t>(tile.parts));
     if (load_acquire(&bucket.counters[tile.counter + 1]) < number) return;
   }
-  const bool again = run_pass<R, kAnyRank, F>(bucket, matrix, tile, rows, pass, skip || unused);
+  const bool again = orthogonalize_tile<R, F>(bucket, matrix, tile, rows, pass, skip || unused);
   if (index == 0 && threadIdx.x == 0) bucket.state->skipped = skip ? 1 : 0;
   // Each block of a matrix finds the same, and one says so.
   if (again && tile.part == 0 && threadIdx.x == 0)
@@ -125,25 +100,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R, F>)
   post(passes, again ? 1 : static_cast<uint64_t>(kMaxPasses - pass));
 }
 
-template <int R, bool kAnyRank, typename F>
+template <int R, typename F>
 Status launch_orthogonalize(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
   const Tickets tickets{
       begin[kOrthogonalizeTiles],
       static_cast<int32_t>(begin[kOrthogonalizeTiles + 1] - begin[kOrthogonalizeTiles])};
-  return launch<orthogonalize_kernel<R, kAnyRank, F>>(tickets.all(), kSharedBytes<R, F>, stream,
-                                                      Predecessor::kAnything, bucket, tickets);
+  return launch<orthogonalize_kernel<R, F>>(tickets.all(), kSharedBytes<R, F>, stream,
+                                            Predecessor::kAnything, bucket, tickets);
 }
 
 }  // namespace
 
 Status orthogonalize(const Bucket& bucket, Stream stream) {
-  if (bucket.factor_dtype == DType::kFloat64)
-    return launch_orthogonalize<kMaxFastRank, true, double>(bucket, stream);
-  return with_rank<1, 2, 4, 8, 16, kMaxFastRank>(bucket, [&](auto rank) {
-    constexpr int kRanks = rank == 0 ? kMaxFastRank : rank;
-    return launch_orthogonalize < kRanks, rank == 0, float > (bucket, stream);
-  });
+  return with_rank<1, 2, 4, 8, 16, kMaxRank>(
+      bucket, [&](auto rank) { return launch_orthogonalize<rank, float>(bucket, stream); });
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -7,7 +7,7 @@
 #include "kernels/cuda/payload.cuh"
 #include "kernels/cuda/staged_rows.cuh"
 
-// One pass of orthogonalize over a tile of rows, at ranks up to kMaxFastRank. The phases are those
+// One pass of orthogonalize over a tile of rows, at ranks up to kMaxRank. The phases are those
 // of orthogonalize.cu.
 
 namespace powersgd::kernels::cuda {
@@ -28,9 +28,7 @@ struct alignas(16) SolveArrays {
 template <int R, typename F>
 constexpr size_t kSharedBytes =
     sizeof(Shared) + std::max(kGramSharedBytes<R>, sizeof(SolveArrays<R, F>));
-static_assert(std::max(kSharedBytes<kMaxFastRank, float>, kSharedBytes<kMaxFastRank, double>) <=
-                  48 * 1024,
-              "more has to be asked for");
+static_assert(kSharedBytes<kMaxRank, float> <= 48 * 1024, "more has to be asked for");
 
 __device__ __forceinline__ Shared* shared() { return reinterpret_cast<Shared*>(shared_memory()); }
 template <int R, typename F>

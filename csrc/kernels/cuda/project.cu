@@ -17,20 +17,36 @@
 // P is computed from M as memory holds it, rounded. Error feedback then makes up for the rounding
 // too.
 #include "kernels/cuda/dispatch.cuh"
-#include "kernels/cuda/project_any_rank.cuh"
 #include "kernels/cuda/project_tile.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {
 
 // Registers are traded for blocks in flight.
-enum class Way { kAnyRank, kFloat, kBfloat16 };
+enum class Way { kFloat, kBfloat16 };
 template <int R, Way kWay>
-constexpr int kBlocksPerProcessor = kWay == Way::kAnyRank || (kWay == Way::kFloat && R > 8) ? 1 : 2;
+constexpr int kBlocksPerProcessor = kWay == Way::kFloat && R > 8 ? 1 : 2;
 
 template <int R, Way kWay>
 using ProductsOf =
     std::conditional_t<kWay == Way::kBfloat16, Bfloat16Products<R>, FloatProducts<R>>;
+
+// M alone, from a memory from which nothing is to be subtracted.
+template <typename F, typename G, typename M>
+__device__ void form_tile(const Bucket& bucket, Work* work) {
+  const auto rows = rows_of<kLoadedRows, F, G, M>(bucket, *work, warp_id() * kLoadedRows);
+  share_residual_scale(bucket, work);
+  const int width =
+      rows.count > 0 ? static_cast<int>(work->tile.col_end - work->tile.col_begin) : 0;
+  for (int col = lane_id() * 4; col < width; col += kStrip) {
+    const LaneColumns columns = rows.columns(col, width);
+    StoredElements<G, M> stored;
+    stored.load(rows, 0, col, columns);
+    F m[kLoadedRows][4];
+    add_gradient(rows, stored, m, &work->flags);
+    store_m(rows, 0, col, columns, m, &work->flags);
+  }
+}
 
 template <int R, Way kWay, typename F, typename G, typename M>
 __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kWay>))
@@ -39,8 +55,8 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kWay>))
   if (work->tile.kind == TileKind::kRawSegment) {
     pack_raw<F, G>(bucket, work);
   } else {
-    if constexpr (kWay == Way::kAnyRank)
-      project_tile_of_any_rank<R, F, G, M>(bucket, work);
+    if constexpr (R == kNoProducts)
+      form_tile<F, G, M>(bucket, work);
     else
       ProjectTile<ProductsOf<R, kWay>, G, M>(bucket, work).run(bucket);
   }
@@ -59,10 +75,10 @@ __global__ void __launch_bounds__(kThreads) write_flags_kernel(Bucket bucket) {
 }
 
 struct LaunchProject {
-  template <int R, bool kAnyRank, typename F, typename G, typename M>
+  template <int R, typename F, typename G, typename M>
   static Status run(const Bucket& bucket, Stream stream) {
-    if constexpr (kAnyRank) {
-      return launch_way<R, Way::kAnyRank, F, G, M>(bucket, sizeof(Work), stream);
+    if constexpr (R == kNoProducts) {
+      return launch_way<R, Way::kFloat, F, G, M>(bucket, sizeof(Work), stream);
     } else {
       if constexpr (R > 8) {
         bool bfloat16 = false;

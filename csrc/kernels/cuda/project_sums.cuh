@@ -33,14 +33,14 @@ __device__ __forceinline__ auto sum_writer(const Bucket& bucket, const Work& wor
   };
 }
 
-// Writes columns [k0, k0 + R) of P at the warp's rows, which begin at row `first` of the tile.
-// sums[i * R + k] is a lane's sum of row i and column k.
+// Writes the columns of P at the warp's rows, which begin at row `first` of the tile. sums[i * R + k]
+// is a lane's sum of row i and column k.
 template <int R, int kRows, typename F>
 __device__ __forceinline__ void write_lane_sums(const Bucket& bucket, const Work& work, int first,
-                                                int k0, F (&sums)[kRows * R]) {
+                                                F (&sums)[kRows * R]) {
   const auto write = sum_writer<F>(bucket, work);
   reduce_lanes(sums);
-  visit_lane_sums(sums, [&](int index, F sum) { write(first + index / R, k0 + index % R, sum); });
+  visit_lane_sums(sums, [&](int index, F sum) { write(first + index / R, index % R, sum); });
 }
 
 // The last block of a row group adds the column ranges in their order. Returns true to that block.

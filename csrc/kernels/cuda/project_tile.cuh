@@ -46,7 +46,7 @@ class FloatProducts {
   }
 
   __device__ __forceinline__ void finish(const Bucket& bucket, const Work& work, float*) {
-    write_lane_sums<R, kRows>(bucket, work, row(), 0, sums_);
+    write_lane_sums<R, kRows>(bucket, work, row(), sums_);
   }
 
  private:

@@ -147,7 +147,7 @@ __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, 
     clear_sent<F>(matrix, tile);
     return;
   }
-  constexpr int kRowsAtOnce = 64;
+  constexpr int kRowsAtOnce = kLeastReconstructBytes / sizeof(double);
   double* const scales = reinterpret_cast<double*>(shared_memory() + kTicketBytes);
   for (int64_t first = 0; first < matrix.rank; first += kRowsAtOnce) {
     const int64_t left = matrix.rank - first;
@@ -197,9 +197,7 @@ __device__ void skip_tile(const Bucket& bucket, const Matrix& matrix, const Tile
 }
 
 template <int R>
-constexpr int kBlocksPerProcessor = kIsLowRank<R>   ? 4
-                                    : R == kAnyRank ? 2
-                                                    : 3;
+constexpr int kBlocksPerProcessor = kIsLowRank<R> ? 4 : 3;
 
 template <int R, typename G>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
@@ -245,7 +243,7 @@ Status launch_reconstruct(const Bucket& bucket, Stream stream) {
 
 template <typename G>
 Status launch_by_rank(const Bucket& bucket, Stream stream) {
-  return with_rank<1, 2, 4, 8, 16, 32>(
+  return with_rank<1, 2, 4, 8, 16, kMaxRank, kNoProducts>(
       bucket, [&](auto rank) { return launch_reconstruct<rank, G>(bucket, stream); });
 }
 
@@ -253,7 +251,7 @@ Status launch_by_rank(const Bucket& bucket, Stream stream) {
 
 Status reconstruct(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64)
-    return launch_reconstruct<kAnyRank, double>(bucket, stream);
+    return launch_reconstruct<kNoProducts, double>(bucket, stream);
   return bucket.gradient_dtype == DType::kFloat32 ? launch_by_rank<float>(bucket, stream)
                                                   : launch_by_rank<uint16_t>(bucket, stream);
 }

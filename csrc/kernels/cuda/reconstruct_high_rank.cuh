@@ -3,30 +3,30 @@
 
 #include "kernels/cuda/reconstruct_staging.cuh"
 
-// A tile of a gradient above rank 8. A warp takes eight rows at a time, and a lane four columns,
+// A tile of a gradient at ranks 9 to 32. A warp takes eight rows at a time, and a lane four columns,
 // with the sums in registers. For four ranks it loads Q's columns once and each row of p_hat.
 
 namespace powersgd::kernels::cuda {
 
 // Groups of four elements that a thread copies to shared memory at a time. It loads them before the
 // block waits, and stores them after that, so that the loads and the wait overlap.
-template <int R, typename F>
-constexpr int kGroupsOfP = kStagedRows<R> * kStagedRanks<R, F> / 4 / kThreads;
-template <int R, typename F>
-constexpr int kGroupsOfQ = kStagedRanks<R, F> / kWarps;
+template <int R>
+constexpr int kGroupsOfP = kStagedRows<R> * R / 4 / kThreads;
+template <int R>
+constexpr int kGroupsOfQ = R / kWarps;
 
-// p_hat's ranks from k0 on, at `rows` rows from `begin` on, with zeros beyond.
+// p_hat at `rows` rows from `begin` on, with zeros beyond.
 template <int R, typename F>
-__device__ __forceinline__ void load_p(const Matrix& matrix, int64_t begin, int rows, int64_t k0,
-                                       F (&out)[kGroupsOfP<R, F>][4]) {
-  constexpr int kGroups = kStagedRanks<R, F> / 4;  // of a row
-  const F* const p_hat = global(static_cast<const F*>(matrix.p_hat)) + begin * matrix.rank + k0;
+__device__ __forceinline__ void load_p(const Matrix& matrix, int64_t begin, int rows,
+                                       F (&out)[kGroupsOfP<R>][4]) {
+  constexpr int kGroups = R / 4;  // of a row
+  const F* const p_hat = global(static_cast<const F*>(matrix.p_hat)) + begin * matrix.rank;
   const bool aligned = is_aligned(static_cast<const F*>(matrix.p_hat), matrix.rank);
-  const int ranks = static_cast<int>(matrix.rank - k0);
+  const int ranks = static_cast<int>(matrix.rank);
   int thread = static_cast<int>(threadIdx.x);
   hide_from_optimizer(thread);
   POWERSGD_UNROLL
-  for (int n = 0; n < kGroupsOfP<R, F>; ++n) {
+  for (int n = 0; n < kGroupsOfP<R>; ++n) {
     const unsigned i = static_cast<unsigned>(thread + n * kThreads);
     const int row = static_cast<int>(i / kGroups), k = static_cast<int>(i % kGroups) * 4;
     POWERSGD_UNROLL
@@ -37,17 +37,17 @@ __device__ __forceinline__ void load_p(const Matrix& matrix, int64_t begin, int 
   }
 }
 
-// Q's ranks from k0 on, at the lane's columns from `q` on. Beyond the rank they are -0, as a
-// product of 0 and -0 leaves any sum as it is, even -0.
+// Q at the lane's columns from `q` on. Beyond the rank it is -0, as a product of 0 and -0 leaves any
+// sum as it is, even -0.
 template <int R, typename F>
 __device__ __forceinline__ void load_q(const F* q, const Matrix& matrix, const LaneColumns& columns,
-                                       int64_t k0, F (&out)[kGroupsOfQ<R, F>][4]) {
+                                       F (&out)[kGroupsOfQ<R>][4]) {
   int warp = warp_id();
   hide_from_optimizer(warp);
-  int64_t k = k0 + warp;
+  int64_t k = warp;
   const F* row = q + k * matrix.cols;
   POWERSGD_UNROLL
-  for (int n = 0; n < kGroupsOfQ<R, F>; ++n) {
+  for (int n = 0; n < kGroupsOfQ<R>; ++n) {
     POWERSGD_UNROLL
     for (int j = 0; j < 4; ++j) out[n][j] = F{-0.0};
     if (columns.count > 0 && k < matrix.rank)
@@ -70,24 +70,24 @@ __device__ __forceinline__ void stage_groups(const F (&groups)[N][4], F scale, F
   }
 }
 
-// Copies the ranks from k0 on, of the tile's rows from `begin` on, to shared memory. Returns true,
+// Copies p_hat at the tile's rows from `begin` on, and at first Q, to shared memory. Returns true,
 // and has copied nothing, if `await` does.
 template <int R, typename F, typename Await>
 __device__ __forceinline__ bool stage_ranks(const Bucket& bucket, const Matrix& matrix,
                                             const Tile& tile, const StripColumns& lane, int begin,
-                                            int64_t k0, bool stages_q, const Await& await) {
-  F p_groups[kGroupsOfP<R, F>][4], q_groups[kGroupsOfQ<R, F>][4];
+                                            const Await& await) {
+  F p_groups[kGroupsOfP<R>][4], q_groups[kGroupsOfQ<R>][4];
   load_p<R>(matrix, tile.row_begin + begin, rows_from(tile, tile.row_begin + begin, kStagedRows<R>),
-            k0, p_groups);
+            p_groups);
   const F* const q = q_payload<F>(bucket) + matrix.q_offset;
   LaneColumns columns = lane.of(q, matrix);
-  if (!stages_q) columns.count = 0;
-  load_q<R>(q + lane.first, matrix, columns, k0, q_groups);
+  if (begin > 0) columns.count = 0;
+  load_q<R>(q + lane.first, matrix, columns, q_groups);
   const F scale = scale_of_p<F>(bucket, matrix);
   if (await()) return true;
   __syncthreads();
   stage_groups(p_groups, scale, staged_p<F>());
-  if (stages_q) stage_groups(q_groups, F{1}, staged_q<R, F>());
+  if (begin == 0) stage_groups(q_groups, F{1}, staged_q<R, F>());
   __syncthreads();
   return false;
 }
@@ -108,7 +108,7 @@ __device__ __forceinline__ void add_ranks(const F* p, const F* q, int ranks,
     POWERSGD_UNROLL
     for (int i = 0; i < kRowsOfWarp; ++i) {
       F p_row[4];
-      load_stored<Access::kShared>(p + i * kStagedRanks<R, F>, p_row);
+      load_stored<Access::kShared>(p + i * R, p_row);
       POWERSGD_UNROLL
       for (int k = 0; k < 4; ++k) {
         POWERSGD_UNROLL
@@ -130,15 +130,13 @@ __device__ __forceinline__ void store_rows(G* out, int64_t stride, int rows,
   }
 }
 
-// A tile at rank <= R or, at any rank, by parts of the ranks.
 template <int R, typename G, typename AwaitChecks>
 __device__ __forceinline__ bool reconstruct_high_rank(const Bucket& bucket, const Matrix& matrix,
                                                       const Tile& tile, G* gradient,
                                                       const AwaitChecks& await_checks) {
   using F = Factor<G>;
-  constexpr int kRanks = kStagedRanks<R, F>;
   const StripColumns lane(gradient, matrix, tile);
-  if (stage_ranks<R, F>(bucket, matrix, tile, lane, 0, 0, true, await_checks)) return true;
+  if (stage_ranks<R, F>(bucket, matrix, tile, lane, 0, await_checks)) return true;
   const LaneColumns& columns = lane.columns;
   const int first = warp_id() * kRowsOfWarp;
   const int tile_rows = static_cast<int>(tile.row_end - tile.row_begin);
@@ -146,18 +144,11 @@ __device__ __forceinline__ bool reconstruct_high_rank(const Bucket& bucket, cons
     const int staged_row = begin % kStagedRows<R>;
     const int rows = tile_rows - begin - first;  // may exceed kRowsOfWarp
     F sum[kRowsOfWarp][4] = {};
-    int64_t k0 = 0;
-    do {
-      if (staged_row == 0 && (begin > 0 || k0 > 0))
-        stage_ranks<R, F>(bucket, matrix, tile, lane, begin, k0,
-                          R == kAnyRank && matrix.rank > kRanks, [] { return false; });
-      const int64_t left = matrix.rank - k0;
-      if (columns.count > 0 && rows > 0)
-        add_ranks<R>(staged_p<F>() + (staged_row + first) * kRanks,
-                     staged_q<R, F>() + lane_id() * 4,
-                     R == kAnyRank && left >= kRanks ? kRanks : static_cast<int>(left), sum);
-      k0 += kRanks;
-    } while (R == kAnyRank && k0 < matrix.rank);
+    if (staged_row == 0 && begin > 0)
+      stage_ranks<R, F>(bucket, matrix, tile, lane, begin, [] { return false; });
+    if (columns.count > 0 && rows > 0)
+      add_ranks<R>(staged_p<F>() + (staged_row + first) * R, staged_q<R, F>() + lane_id() * 4,
+                   static_cast<int>(matrix.rank), sum);
     if (columns.count <= 0) continue;
     int row = first;
     hide_from_optimizer(row);

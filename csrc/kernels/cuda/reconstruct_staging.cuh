@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/grid.cuh"
 #include "kernels/cuda/payload.cuh"
 
@@ -8,29 +9,23 @@
 
 namespace powersgd::kernels::cuda {
 
-constexpr int kAnyRank = 0;          // with_rank's R for ranks above 32
 constexpr size_t kTicketBytes = 16;  // of shared memory, in front of all else
 static_assert(sizeof(Ticket) <= kTicketBytes);
 
 template <int R>
-constexpr bool kIsLowRank = R != kAnyRank && R <= kMostRanksInRegisters;
+constexpr bool kIsLowRank = R <= kMostRanksInRegisters;
 
 constexpr int kRowsOfWarp = kRowsOfBlock / kWarps;
-// Ranks and rows of p_hat in shared memory at a time. At any rank, the rows are those whose sums
-// are in registers, as these wait for the other ranks.
-template <int R, typename F>
-constexpr int kStagedRanks = R != kAnyRank    ? R
-                             : sizeof(F) == 8 ? 16
-                                              : 32;
+// Rows of p_hat in shared memory at a time.
 template <int R>
-constexpr int kStagedRows = kIsLowRank<R>   ? 256
-                            : R == kAnyRank ? kRowsOfBlock
-                                            : 4096 / R;
+constexpr int kStagedRows = kIsLowRank<R> ? 256 : 4096 / R;
 
 // Shared memory has p_hat as [rows][ranks] and, above rank 8, Q as [ranks][kStrip].
+constexpr int kLeastReconstructBytes = 512;
 template <int R, typename G>
-constexpr size_t kReconstructBytes = sizeof(Factor<G>) * kStagedRanks<R, Factor<G>> *
-                                     (kStagedRows<R> + (kIsLowRank<R> ? 0 : kStrip));
+constexpr size_t kReconstructBytes =
+    std::max<size_t>(kLeastReconstructBytes,
+                     sizeof(Factor<G>) * R * (kStagedRows<R> + (kIsLowRank<R> ? 0 : kStrip)));
 
 template <typename F>
 __device__ __forceinline__ F* staged_p() {
@@ -39,7 +34,7 @@ __device__ __forceinline__ F* staged_p() {
 
 template <int R, typename F>
 __device__ __forceinline__ F* staged_q() {
-  return staged_p<F>() + kStagedRows<R> * kStagedRanks<R, F>;
+  return staged_p<F>() + kStagedRows<R> * R;
 }
 
 // The rows of a tile from `begin` on, at most `most` of them.

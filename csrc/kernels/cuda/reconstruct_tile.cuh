@@ -66,13 +66,27 @@ __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const
   return waits ? await_checks() : false;
 }
 
+// Zeros, to which the caller adds the product.
+template <typename G, typename AwaitChecks>
+__device__ __forceinline__ bool reconstruct_zeros(const Matrix& matrix, const Tile& tile,
+                                                  G* gradient, const AwaitChecks& await_checks) {
+  if (await_checks()) return true;
+  for (int64_t row = tile.row_begin + warp_id(); row < tile.row_end; row += kWarps) {
+    for (int64_t col = tile.col_begin + lane_id(); col < tile.col_end; col += kWarpSize)
+      gradient[row * matrix.cols + col] = 0;
+  }
+  return false;
+}
+
 // Returns true, and has written nothing, if the step is skipped. All threads of the block call it.
 template <int R, typename G, typename AwaitChecks>
 __device__ __forceinline__ bool reconstruct_tile(const Bucket& bucket, const Matrix& matrix,
                                                  const Tile& tile,
                                                  const AwaitChecks& await_checks) {
   G* const gradient = static_cast<G*>(bucket.gradient) + matrix.gradient_offset;
-  if constexpr (kIsLowRank<R>)
+  if constexpr (R == kNoProducts)
+    return reconstruct_zeros(matrix, tile, gradient, await_checks);
+  else if constexpr (kIsLowRank<R>)
     return reconstruct_low_rank<R>(bucket, matrix, tile, gradient, await_checks);
   else
     return reconstruct_high_rank<R>(bucket, matrix, tile, gradient, await_checks);

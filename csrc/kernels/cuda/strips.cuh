@@ -64,13 +64,11 @@ __device__ __forceinline__ auto strip_writer(const Bucket& bucket, const Matrix&
   };
 }
 
-// Writes rows [k0, k0 + R) of q at the columns of a tile. All threads of the block call it.
+// Writes q at the columns of a tile. All threads of the block call it.
 template <int R, typename F>
 __device__ __forceinline__ void write_strip(const Bucket& bucket, const Matrix& matrix,
-                                            const Tile& tile, int64_t k0, const F (&sums)[R][4],
-                                            F* shared) {
-  const auto write = strip_writer<F>(bucket, matrix, tile);
-  reduce_warps<R>(sums, shared, [&](int k, int column, F sum) { write(k0 + k, column, sum); });
+                                            const Tile& tile, const F (&sums)[R][4], F* shared) {
+  reduce_warps<R>(sums, shared, strip_writer<F>(bucket, matrix, tile));
 }
 
 // The last block of a strip adds the partial q of its row ranges, in their order. All threads of

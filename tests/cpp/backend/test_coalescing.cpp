@@ -83,6 +83,19 @@ TEST_P(Coalescing, WhatAnAttachedModelReducesInsideIsAnErrorThatLosesNothing) {
   EXPECT_TRUE(reduce(false)->wait());
 }
 
+TEST(RefusedCoalescing, LeavesCompressionOn) {
+  const auto host = c10::make_intrusive<test::HostBackend>();
+  Options options = test::compressing(1);
+  options.scope = Scope::kAlways;
+  const auto backend = c10::make_intrusive<BackendPowerSGD>(
+      0, 2, std::vector<InnerAndConnect>{{c10::DeviceType::CPU, host, test::connected(host), {}}},
+      options);
+  EXPECT_ANY_THROW(backend->startCoalescing());
+  std::vector<at::Tensor> tensors = {at::ones({64, 64})};
+  EXPECT_TRUE(backend->allreduce(tensors)->wait());
+  EXPECT_EQ(backend->session()->snapshot().compressed_calls, 1);
+}
+
 INSTANTIATE_TEST_SUITE_P(Inner, Coalescing, testing::Bool(), [](const auto& coalesces) {
   return coalesces.param ? "Coalesces" : "RunsAtOnce";
 });

@@ -237,6 +237,9 @@ class EnqueuedStages final : public Stages {
   void reconstruct(const kernels::Bucket& bucket) const override {
     enqueue_stage(Stage::kReconstruct, bucket);
   }
+  bool multiplies(const kernels::Bucket& bucket) const override {
+    return runner_->multiplies(bucket);
+  }
   void quantize(const kernels::Packets& packets) const override {
     enqueue_stage(PacketStage::kQuantize, packets);
   }

@@ -19,6 +19,9 @@ class SimtRunner : public HostMemoryRunner {
     return kernels::cuda::make_tiles(matrices, raw, factor_dtype);
   }
 
+  bool multiplies(const kernels::Bucket& bucket) override {
+    return kernels::cuda::multiplies(bucket);
+  }
   void run(Stage stage, const kernels::Bucket& bucket) override { run_kernel(stage, bucket); }
   void run(PacketStage stage, const kernels::Packets& packets) override {
     run_kernel(stage, packets);

@@ -38,6 +38,9 @@ class StageRunner {
                                         const std::vector<kernels::RawSegment>& raw,
                                         DType factor_dtype) = 0;
 
+  // See Stages::multiplies.
+  virtual bool multiplies(const kernels::Bucket&) { return true; }
+
   // They may return before the stage has ended. Stages run one after the other, as on a stream. All
   // pointers are device memory.
   virtual void run(Stage stage, const kernels::Bucket& bucket) = 0;
