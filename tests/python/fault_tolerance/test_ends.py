@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -20,6 +21,7 @@ from torchft.process_group import ProcessGroupWrapper
 
 from support.on_ranks import on_ranks
 from support.synthetic import Tensors
+from torch_powersgd import _backend
 from torch_powersgd._core import _C
 from torch_powersgd.integrations.torchft import (
     ProcessGroupPowerSGD,
@@ -134,6 +136,22 @@ def test_an_error_that_no_call_raises_is_reported(monkeypatch: pytest.MonkeyPatc
     group._pg = SimpleNamespace(_get_backend=lambda _: backend)
     assert group.errored() is None
     assert "COMM_ERROR" in str(group.errored())
+
+
+def test_nccl_is_told_not_to_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, seen = _backend._create, dict[str, str]()
+
+    def create(*arguments: Any) -> Any:
+        seen.update(os.environ)
+        return made(*arguments)
+
+    monkeypatch.setattr(_backend, "_create", create)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # the user's stays
+    before = dict(os.environ)
+    process_group._make_group(HashStore(), 0, 1, LIMIT, ProcessGroupPowerSGD()._options)
+    assert seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    assert seen["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert dict(os.environ) == before
 
 
 def test_another_torchft_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ class Layers(nn.Module):
 
 
 def train_compiled(rank: int, backend: str, optimize_ddp: bool, device: str) -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool takes longer to start
     torch._dynamo.config.optimize_ddp = optimize_ddp
     graphs: list[torch.fx.GraphModule] = []
 
