@@ -3,7 +3,7 @@
 
 #include "kernels/cuda/reconstruct_staging.cuh"
 
-// A tile of a gradient at ranks 9 to 32. A warp takes eight rows at a time, and a lane four columns,
+// A tile of a gradient above rank 8. A warp takes eight rows at a time, and a lane four columns,
 // with the sums in registers. For four ranks it loads Q's columns once and each row of p_hat.
 
 namespace powersgd::kernels::cuda {
@@ -37,8 +37,8 @@ __device__ __forceinline__ void load_p(const Matrix& matrix, int64_t begin, int 
   }
 }
 
-// Q at the lane's columns from `q` on, of which `count` exist. Beyond the rank it is -0, as a product
-// of 0 and -0 leaves any sum as it is, even -0.
+// Q at the lane's columns from `q` on, of which `count` exist. Beyond the rank it is -0, as a
+// product of 0 and -0 leaves any sum as it is, even -0.
 template <int R, typename F>
 __device__ __forceinline__ void load_q(const F* q, const Matrix& matrix, int count,
                                        F (&out)[kGroupsOfQ<R>][4]) {
