@@ -21,6 +21,7 @@ TABLES = {"back_project": 2, "back_project_bfloat16": 3}
 # Counts without a fence: blocks take a ticket before they write anything, and the last block begins
 # the next launch.
 TICKETS = {"orthogonalize": 2, "reconstruct": 2}
+NO_PRODUCTS = 0  # the rank of kernels that do all but the products
 LOADED_ROWS = 4  # kLoadedRows in form_m.cuh
 BATCH = {8: 8, 16: 8}  # kBatch in back_project.cu, by the rank; 4 at other ranks
 BFLOAT16_BATCH = 8  # the same in back_project_bfloat16.cuh
@@ -48,11 +49,6 @@ def is_fenced(kernel: Kernel, i: int) -> bool:
         if each.loads or each.stores or each.name in {"ST", "STS", "BAR", "EXIT"}:
             return False
     return False
-
-
-def of_any_rank(kernel: Kernel) -> bool:
-    """True for the kernels that serve matrix ranks above 32, or any matrix rank in double."""
-    return "double" in kernel.arguments or bool({"Way 0", "true"} & set(kernel.arguments[1:2]))
 
 
 def constant_loads(kernel: Kernel) -> Iterator[str]:
@@ -128,7 +124,7 @@ def unfenced_posts(kernel: Kernel) -> Iterator[str]:
 
 def vectors(kernel: Kernel) -> dict[str, int]:
     """The four-element accesses that the hot loop must have: opcode patterns and their counts."""
-    if "double" in kernel.arguments:
+    if kernel.rank == NO_PRODUCTS:
         return {}
     if kernel.family == "project":
         gradient, memory = (WIDTH[storage] for storage in kernel.arguments[-2:])
@@ -167,9 +163,7 @@ def narrow_accesses(kernel: Kernel) -> Iterator[str]:
 
 
 def local_accesses(kernel: Kernel) -> Iterator[str]:
-    """Float kernels keep everything in registers: no spills, no arrays indexed at run time."""
-    if "double" in kernel.arguments or kernel.family == "orthogonalize" and of_any_rank(kernel):
-        return
+    """Kernels keep everything in registers: no spills, no arrays indexed at run time."""
     if count := len(kernel.numbers(r"LDL\b", r"STL\b")):
         yield f"{count} accesses to local memory"
 
@@ -200,7 +194,7 @@ def first_load(kernel: Kernel) -> int | None:
 
 def long_prologues(kernel: Kernel) -> Iterator[str]:
     """project starts loading the gradient early."""
-    if kernel.family != "project" or of_any_rank(kernel):
+    if kernel.family != "project" or kernel.rank == NO_PRODUCTS:
         return
     first = first_load(kernel)
     if first is None or first > FIRST_LOAD_OF_G:

@@ -33,7 +33,7 @@ _SHARDS = """
 for i in {0..7}; do GTEST_TOTAL_SHARDS=8 GTEST_SHARD_INDEX=$i PROGRAM/kernels_cuda & ids+=($!); done
 for id in ${ids[@]}; do wait $id || status=$?; done; exit ${status:-0}
 """
-_OTHER_TESTS = "$(ls tests/python/*/test_cuda*.py | grep -v -e nccl -e torchft)"
+_OTHER_TESTS = "$(ls tests/python/*/test_cuda*.py | grep -v -e nccl -e deaths)"
 
 
 def lanes(prebuilt: bool, checks: bool) -> list[list[Part]]:
@@ -104,7 +104,7 @@ def first_call() -> list[Part]:
         _tests("smoke", 60, "tests/python/training/test_smoke.py -k cuda"),
         _tests("test-nccl", 60, "tests/python/backend/test_cuda_nccl.py --maxfail=2"),
         _tests("test-cuda", 170, f"{_OTHER_TESTS} --maxfail=6"),
-        _tests("test-torchft", 60, "tests/python/fault_tolerance/test_cuda_torchft.py"),
+        _tests("test-torchft", 60, "tests/python/fault_tolerance/test_cuda_deaths.py"),
         Part("kernels", 40, _shards(_PROGRAM), PROGRAMS),
         _cluster("timeline", 60, _TIMELINE),
         _cluster("variants", 100, _VARIANTS),

@@ -27,9 +27,9 @@ void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, doubl
   }
 }
 
-// One pass of Cholesky-QR on x^T x + ridge I. The ridge makes the factor exist for dependent columns
-// too. What they add to the columns before them is below it, so the pass leaves at most half of
-// their squares. These columns become 0, and hardly change those after them.
+// One pass of Cholesky-QR on x^T x + ridge I. The ridge makes the factor exist for dependent
+// columns too. What they add to the columns before them is below it, so the pass leaves at most
+// half of their squares. These columns become 0, and hardly change those after them.
 at::Tensor cholesky_qr(const at::Tensor& x, const at::Tensor& ridge) {
   const at::Tensor gram = at::mm(x.t(), x);
   gram.diagonal().add_(ridge);

@@ -94,8 +94,10 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
     const int rows = rows_of_chunk(tile, begin);
     __syncthreads();
-    for (int i = threadIdx.x; i < kStagedRows * R; i += kThreads) {
-      const int k = i % R;
+    int thread = static_cast<int>(threadIdx.x);
+    hide_from_optimizer(thread);
+    for (int i = thread; i < kStagedRows * R; i += kThreads) {
+      const int64_t k = i % R;
       staged[i] = i / R < rows && k < matrix.rank ? p_hat[(begin + i / R) * matrix.rank + k] : F{0};
     }
     __syncthreads();

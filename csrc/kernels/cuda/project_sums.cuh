@@ -33,8 +33,8 @@ __device__ __forceinline__ auto sum_writer(const Bucket& bucket, const Work& wor
   };
 }
 
-// Writes the columns of P at the warp's rows, which begin at row `first` of the tile. sums[i * R + k]
-// is a lane's sum of row i and column k.
+// Writes the warp's rows of P, which begin at row `first` of the tile. sums[i * R + k] is a lane's
+// sum of row i and column k.
 template <int R, int kRows, typename F>
 __device__ __forceinline__ void write_lane_sums(const Bucket& bucket, const Work& work, int first,
                                                 F (&sums)[kRows * R]) {

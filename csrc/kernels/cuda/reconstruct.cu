@@ -196,8 +196,14 @@ __device__ void skip_tile(const Bucket& bucket, const Matrix& matrix, const Tile
   }
 }
 
+// Registers are traded for blocks in flight. Since Blackwell the compiler needs more of them.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kBlocksAtHighRank = 2;
+#else
+constexpr int kBlocksAtHighRank = 3;
+#endif
 template <int R>
-constexpr int kBlocksPerProcessor = kIsLowRank<R> ? 4 : 3;
+constexpr int kBlocksPerProcessor = kIsLowRank<R> ? 4 : kBlocksAtHighRank;
 
 template <int R, typename G>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)

@@ -3,7 +3,7 @@
 
 #include "kernels/cuda/reconstruct_staging.cuh"
 
-// A tile of a gradient at ranks 9 to 32. A warp takes eight rows at a time, and a lane four columns,
+// A tile of a gradient above rank 8. A warp takes eight rows at a time, and a lane four columns,
 // with the sums in registers. For four ranks it loads Q's columns once and each row of p_hat.
 
 namespace powersgd::kernels::cuda {

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -43,9 +44,9 @@ def test_the_host_never_waits_for_the_device() -> None:
         assert host < whole / 2
 
 
-def _captured(rank: int) -> tuple[list[bool], bytes]:
+def _captured(rank: int, options: tp.Options) -> tuple[list[bool], bytes]:
     """Replays against the same steps of another group that runs them one by one."""
-    plain = dist.new_group(backend="cuda:powersgd", pg_options=options_of())
+    plain = dist.new_group(backend="cuda:powersgd", pg_options=options)
 
     def fed(i: int) -> torch.Tensor:
         return gradient([300, 400], rank, i).cuda()
@@ -71,8 +72,10 @@ def _captured(rank: int) -> tuple[list[bool], bytes]:
     return same, bits(static)
 
 
-def test_a_compressed_all_reduce_in_a_cuda_graph() -> None:
-    (same, last), (other_same, other_last) = run(_captured)
+@pytest.mark.parametrize("rank", [2, 40])
+def test_a_compressed_all_reduce_in_a_cuda_graph(rank: int) -> None:
+    options = options_of(matrix_approximation_rank=rank)
+    (same, last), (other_same, other_last) = run(_captured, options, options=options)
     assert same == other_same == [True] * 3
     assert last == other_last
 
