@@ -1,11 +1,11 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Compiles the CUDA kernels for the architectures that they are tuned for, or for those given. Prints
-# each kernel's resources and how many of its warps fit on a multiprocessor. Fails if a float kernel
-# spills on an architecture that it is tuned for. Then checks the machine code for architecture 90
-# with cuobjdump and nvdisasm. If these cannot be installed, this prints NOT CHECKED and is not a
-# failure. It needs nvcc but no GPU.
+# Compiles the CUDA kernels for those architectures of a release that have 8.0's instructions, or for
+# those given. Prints each kernel's resources and how many of its warps fit on a multiprocessor.
+# Fails if a kernel spills on an architecture that it is tuned for, or at the default matrix rank on
+# any. Then checks the machine code for architecture 90 with cuobjdump and nvdisasm. If these cannot
+# be installed, this prints NOT CHECKED and is not a failure. It needs nvcc but no GPU.
 #
 #   .ci/nvcc_report.sh [architecture ...]        e.g. .ci/nvcc_report.sh 75 120      JOBS=2
 set -eu

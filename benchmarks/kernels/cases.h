@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "powersgd/options.h"
+#include "powersgd/kernels.h"
 
 // The cases of bench_kernels.cu, and the arguments that select them.
 namespace powersgd::bench {
@@ -124,7 +124,8 @@ struct Arguments {
         out.kinds.insert(known(word, kKinds)->name);
       else if (option == "--products")
         products.push_back(known(word, kProducts));
-      else if (option == "--ranks" && std::atoi(word.c_str()) > 0)
+      else if (option == "--ranks" && std::atoi(word.c_str()) > 0 &&
+               std::atoi(word.c_str()) <= kernels::cuda::kMaxRank)
         out.ranks.push_back(std::atoi(word.c_str()));
       else
         usage();

@@ -4,10 +4,9 @@
 #include <ATen/ATen.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <limits>
 #include <utility>
-
-#include "kernels/shared/numerics.h"
 
 namespace powersgd {
 namespace {
@@ -42,17 +41,17 @@ at::Tensor cholesky_qr(const at::Tensor& x, const at::Tensor& ridge) {
 }  // namespace
 
 // Fukaya, Kannan, Nakatsukasa, Yamamoto, Yanagisawa, "Shifted Cholesky QR for computing the QR
-// factorization of ill-conditioned matrices" (2020). The passes and their limits are those of the
-// kernels.
+// factorization of ill-conditioned matrices" (2020). The first ridge is a share of the trace, and
+// the others one of a unit column's square.
 at::Tensor orthonormal(const at::Tensor& p, double epsilon) {
   const ExactProducts exact;
   at::Tensor x = p.to(at::kDouble);
   const at::Tensor trace = x.square().sum();
+  constexpr double kDeadPivot = 1.0 / (int64_t{1} << 46);  // as in the kernels
   constexpr double kSmallest = std::numeric_limits<double>::min();
-  x = cholesky_qr(x, trace.mul(kernels::dead_share(epsilon)).clamp_min(kSmallest));
-  const at::Tensor of_unit_columns = at::full({}, kernels::kDeadPivot, x.options());
-  for (int pass = 1; pass < kernels::kMaxPasses; ++pass) x = cholesky_qr(x, of_unit_columns);
-  return x;
+  x = cholesky_qr(x, trace.mul(std::max(kDeadPivot, epsilon)).clamp_min(kSmallest));
+  const at::Tensor ridge = at::full({}, kDeadPivot, x.options());
+  return cholesky_qr(cholesky_qr(x, ridge), ridge);
 }
 
 TorchProducts::TorchProducts(const BucketPlan& plan, const std::vector<ParameterStatePtr>& states,

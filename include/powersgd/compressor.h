@@ -93,7 +93,7 @@ class BucketCompressor {
 
 // The bytes that a bucket takes on its device besides the gradient. Nothing else is allocated there
 // except a few bytes per model: its step counts, and for each state a loss scale and the norms of
-// Q's rows.
+// Q's rows. Where torch does the products, it also allocates temporaries.
 //
 // The buckets of a model share two workspaces, each sized for the largest bucket.
 struct MemoryNeeds {

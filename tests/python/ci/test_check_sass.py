@@ -58,7 +58,7 @@ def _back_project(*before_wait: str) -> str:
         each.replace("{128}", str(len(start))).replace("{64}", str(len(start) + 5))
         for each in LOOPS_OF_M
     ]
-    return _code("back_project_kernel<4, float>", *start, *loops)
+    return _code("back_project_kernel<4>", *start, *loops)
 
 
 TICKET = "ATOMG.E.ADD.64.STRONG.GPU PT, R4, desc[UR8][R2.64], R4"
@@ -74,15 +74,16 @@ ORTHOGONALIZE = [TICKET, NEXT_LAUNCH, *AWAIT, BARRIER, "PREEXIT", *FENCE, POST, 
 SOUND = {
     "project": _code("project_kernel<4, Way 1, float, float, float>", *PROJECT),
     "back_project": _back_project(),
-    "orthogonalize": _code("orthogonalize_kernel<4, false, float>", *ORTHOGONALIZE),
+    "orthogonalize": _code("orthogonalize_kernel<4, float>", *ORTHOGONALIZE),
     "reconstruct": _code(
-        "reconstruct_kernel<4, float, false>",
+        "reconstruct_kernel<4, float>",
         *(TICKET, *FENCE, POST, *AWAIT[:2]),
         *("STG.E.EF.128 desc[UR8][R2.64], R20", "@P0 BRA @8", "EXIT"),
     ),
-    # At a rank of any size it may use local memory.
-    "orthogonalize of any rank": _code(
-        "orthogonalize_kernel<32, true, float>", *ORTHOGONALIZE[:-1], "STL [R1], R4", "EXIT"
+    # It loads late, and stores single elements.
+    "project without products": _code(
+        "project_kernel<0, Way 0, float, float, float>",
+        *(*["NOP"] * 200, "LDG.E.EF R4, desc[UR6][R2.64]", "STG.E desc[UR6][R2.64], R4", "EXIT"),
     ),
 }
 
@@ -95,7 +96,7 @@ def test_sound_code_passes(family: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def _orthogonalize(code: list[str]) -> str:
-    return _code("orthogonalize_kernel<4, false, float>", *code)
+    return _code("orthogonalize_kernel<4, float>", *code)
 
 
 def _without(code: list[str], *numbers: int) -> list[str]:
@@ -145,5 +146,5 @@ def test_what_runs_before_the_wait_follows_from_the_branches(target: int, is_ear
     load = ["LDC.64 R12, c[0x0][0x288]", "LDG.E R12, desc[UR4][R12.64+0x8]"]
     loops = [each.replace("{128}", "10").replace("{64}", "15") for each in LOOPS_OF_M]
     code = [*TABLES, f"@P0 BRA @{target}", *M_AND_WAIT, *load, *loops]
-    found = _faults(_code("back_project_kernel<4, float>", *code))
+    found = _faults(_code("back_project_kernel<4>", *code))
     assert ("from 3 places, not 2" in found) == is_early == bool(found)
