@@ -42,7 +42,8 @@ class Options:
 
     Args:
         matrix_approximation_rank: Matrix rank r of the factors of each weight, from 1 to 1024. A
-            higher rank approximates better and sends more.
+            higher rank approximates better and sends more. On CUDA, the stages take several times
+            longer above 32.
         start_powerSGD_iter: Number of steps that are averaged exactly before compression starts.
         min_compression_rate: Minimum gain at which a weight is compressed. An n x m weight is
             compressed only if (n + m) * r * min_compression_rate < n * m.
