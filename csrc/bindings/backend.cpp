@@ -84,6 +84,7 @@ void register_backend(py::module_& module) {
            py::arg("rank"), py::arg("size"), py::arg("inners"), py::arg("options"), py::arg("log"))
       .def_property_readonly("options", &BackendPowerSGD::getBackendOptions)
       .def_property_readonly("ended", &BackendPowerSGD::ended)
+      .def("get_error", &BackendPowerSGD::getError, NoGil())
       .def("stats",
            [](BackendPowerSGD& self) {
              return stats_dict([&] { return self.session()->snapshot(); });

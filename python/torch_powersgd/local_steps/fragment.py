@@ -99,7 +99,8 @@ class Fragment:
         _subtract(_in_types_of(parameters, anchors), parameters, changes)
         begun_at = _copies(parameters, like=parameters) if overlaps else []
         sent = _zero_or_nan(buffers)
-        torch._foreach_add_([change.view(-1)[:1] for change in changes], sent)
+        firsts = [change.view(-1)[:1] for change in changes]
+        torch._foreach_add_(firsts, [sent.view(1)] * len(firsts))  # the host would wait for a scalar
         work = self.compression._all_reduce(changes, find_absent)
         self._round = _Round(work, changes, buffers, begun_at, sent)
 

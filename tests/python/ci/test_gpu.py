@@ -18,6 +18,7 @@ from pathlib import Path
 import bench_cluster
 import bench_stages
 import bench_step
+import bench_timeline
 import pytest
 from gpu_stand_ins import Ending, Machine, make_machine
 
@@ -26,7 +27,7 @@ from support.repository import ROOT
 
 EXTENSION, PROGRAMS = "build-extension", "build-programs"
 BESIDE = ["ptx-80", "ptx-75", "racecheck", "synccheck", "memcheck"]
-TIMED = ["timeline"]
+TIMED = ["timeline", "variants", "loss", "local-steps"]
 SMOKE = "tests/python/training/test_smoke.py"
 NCCL = "tests/python/backend/test_cuda_nccl.py::test_it[a b]"
 
@@ -66,7 +67,7 @@ def _check_results(first: Ending) -> None:
     assert first.summary[0].startswith("first call, commit abc1234, ")
     assert [line.split()[1] for line in first.summary[1:]] == list(first.verdicts)
     files = _contents(first.results / "results.tar.gz")
-    assert "output of bench_cluster" in files["logs/timeline.txt"]
+    assert "output of bench_timeline" in files["logs/timeline.txt"]
     assert "timeline.json" in files
 
 
@@ -75,7 +76,7 @@ def _check_command_lines(machine: Machine) -> None:
     (setup,) = machine.calls("setup")
     assert setup["build_cuda"] == "1"
     assert setup["home"] == str(machine.stand_ins / "toolkit")  # not that of the nvcc on PATH
-    for program in (bench_cluster, bench_stages, bench_step):
+    for program in (bench_cluster, bench_stages, bench_step, bench_timeline):
         for call in machine.calls(program.__name__):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "argv", call["words"].split())
@@ -87,7 +88,8 @@ def _check_command_lines(machine: Machine) -> None:
     every = {str(f.relative_to(ROOT)) for f in ROOT.glob("tests/python/*/test_cuda*.py")}
     run = [call["words"] for name in ("nccl", "pytest") for call in machine.calls(name)]
     assert set(re.findall(r"\S+\.py", " ".join(run))) == every
-    (checked,) = {call["words"] for call in machine.calls("kernels_cuda")} - {""}
+    tools = machine.calls("compute-sanitizer")
+    (checked,) = {call["words"].partition("--gtest_filter=")[2] for call in tools}
     sources = "".join(f.read_text() for f in (ROOT / "tests/cpp/kernels").rglob("*.cpp"))
     for suite, test in re.findall(r"All/(\w+)\.(\w+)/", checked):
         assert f"TEST_P({suite}, {test})" in sources

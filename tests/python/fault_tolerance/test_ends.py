@@ -132,6 +132,7 @@ def test_an_error_that_no_call_raises_is_reported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(process_group, "device_types", lambda: ["cpu", "cuda"])
     assert group.errored() is None
     errors = [ErrorType.SUCCESS, ErrorType.COMM_ERROR]
+    assert hasattr(_C.BackendPowerSGD, "get_error")  # of the group that NCCL is under
     backend = SimpleNamespace(get_error=lambda: errors.pop(0))
     group._pg = SimpleNamespace(_get_backend=lambda _: backend)
     assert group.errored() is None

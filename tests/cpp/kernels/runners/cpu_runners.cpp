@@ -75,6 +75,7 @@ std::vector<RunnerFactory> stage_runners() {
 }
 
 bool run_cpu_kernels() { return true; }
+bool have_bfloat16_products() { return false; }
 
 std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages() {
   std::vector<std::vector<RunnerFactory>> groups;

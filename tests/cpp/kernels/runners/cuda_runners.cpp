@@ -9,6 +9,12 @@
 
 #include "kernels/runners/cuda_launchers.h"
 
+namespace powersgd::kernels::cuda {
+
+Status find_code_version(int* version);  // launch.cuh, which takes nvcc's language
+
+}  // namespace powersgd::kernels::cuda
+
 namespace powersgd::test {
 namespace {
 
@@ -91,6 +97,12 @@ RunnerFactory back_to_back(const std::string& name) {
 std::vector<RunnerFactory> stage_runners() { return {cuda_runner("cuda")}; }
 
 bool run_cpu_kernels() { return false; }
+
+bool have_bfloat16_products() {
+  int version = 0;
+  check(static_cast<cudaError_t>(kernels::cuda::find_code_version(&version)));
+  return version >= 80;
+}
 
 // They run one after the other, and the results must not depend on timing.
 std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages() {

@@ -46,6 +46,7 @@ RunnerFactory simt_runner(uint64_t seed) {
 std::vector<RunnerFactory> stage_runners() { return {simt_runner(1)}; }
 
 bool run_cpu_kernels() { return false; }
+bool have_bfloat16_products() { return true; }
 
 // The order of blocks and threads must not matter.
 std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages() {

@@ -81,6 +81,8 @@ inline std::ostream& operator<<(std::ostream& stream, const RunnerFactory& facto
 // Returns the runners of this program. On a CPU the one that the CPU would choose comes last.
 std::vector<RunnerFactory> stage_runners();
 bool run_cpu_kernels();  // true if they run the CPU's kernels
+// False if their code is for GPUs before Ampere, which round no operands of a product to bfloat16.
+bool have_bfloat16_products();
 
 // Groups of runners that must agree bit for bit on every stage, and a group that must agree on
 // orthogonalize and reconstruct.
