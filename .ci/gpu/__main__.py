@@ -102,7 +102,7 @@ def main() -> int:
     title = f"{arguments.call} call, commit {os.environ['POWERSGD_COMMIT']}, {gpu}, {today}"
     call = Call(title, arguments.results, OUTPUT, runner)
     wanted = [part for part in every if part.name in (arguments.parts or names)]
-    call.run(parts.lanes(arguments.prebuilt, checks=is_new), wanted)
+    call.run(parts.lanes(arguments.prebuilt, earlier), wanted)
     print(f"\n{call.summary()}results in {arguments.results}")
     return int(any(v != OK and not v.startswith(NOT_RUN) for v in call.verdicts.values()))
 

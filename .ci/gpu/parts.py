@@ -36,12 +36,16 @@ for id in ${ids[@]}; do wait $id || status=$?; done; exit ${status:-0}
 _OTHER_TESTS = "$(ls tests/python/*/test_cuda*.py | grep -v -e nccl -e deaths)"
 
 
-def lanes(prebuilt: bool, checks: bool) -> list[list[Part]]:
-    """What runs beside the parts: the builds, and then what needs neither Python nor a clock."""
+def lanes(prebuilt: bool, earlier: Mapping[str, str]) -> list[list[Part]]:
+    """What runs beside the parts: the builds, and then what needs neither Python nor a clock.
+
+    Args:
+        earlier: The verdicts of the first call, in the second.
+    """
     extension = Part(EXTENSION, 200, "true" if prebuilt else _BUILD_EXTENSION)
     programs = Part(PROGRAMS, 200, "nice .ci/gpu_programs")
-    checked = [*map(_ptx, PTX), *map(_sanitized, SANITIZERS)] if checks else []
-    return [[extension], [programs, *checked]]
+    checks = [*map(_ptx, PTX), *map(_sanitized, SANITIZERS)]
+    return [[extension], [programs, *(p for p in checks if earlier.get(p.name) != OK)]]
 
 
 def _ptx(architecture: str) -> Part:
@@ -96,6 +100,10 @@ _LOSS = (
     "bench_cluster.py --models gpt2 --rounds 0 --ranks 2 --learning-steps 300"
     " --methods plain int8-wire:16"
 )
+_KERNELS = (
+    "--models gpt2 gpt2x4 gpt2x4+1 llama llama+1 --kinds float32 bfloat16/bfloat16"
+    " --ranks 4 16 32 --products bfloat16"
+)
 _STAGES = "bench_stages.py --device cuda --models"
 
 
@@ -117,7 +125,8 @@ def second_call(verdicts: Mapping[str, str], runner: Runner) -> list[Part]:
     """First the tests that failed in the first call, then what it had no time for, and records."""
     logs = "\n".join(runner.log_of(name) for name, verdict in verdicts.items() if verdict != OK)
     python = dict.fromkeys(re.findall(r"^FAILED (\S+?::.+?)(?: - .*)?$", logs, re.MULTILINE))
-    kernels = sorted(set(re.findall(r"^\[  FAILED  \] (\S+\.[^\s,]+)", logs, re.MULTILINE)))
+    failed = re.findall(r"^\[  FAILED  \] (\S+\.[^\s,]+)", runner.log_of("kernels"), re.MULTILINE)
+    kernels = sorted(set(failed))
     again = []
     if kernels:
         tests = shlex.quote(f"--gtest_filter={':'.join(kernels[:20])}")
@@ -128,8 +137,8 @@ def second_call(verdicts: Mapping[str, str], runner: Runner) -> list[Part]:
     return [
         *again,
         *left,
-        _kernels("kernels-record", 60, "--ranks 4 16 32 --products bfloat16"),
+        _kernels("kernels-record", 60, _KERNELS),
         _bench("stages", 60, f"{_STAGES} gpt2 llama resnet50 --ranks 4 16 32"),
-        _bench("stages-high-ranks", 30, f"{_STAGES} gpt2 --ranks 64 128"),
         _bench("steps", 50, "bench_step.py"),
+        _bench("stages-high-ranks", 30, f"{_STAGES} gpt2 --ranks 64 128 --repeats 5"),
     ]

@@ -100,7 +100,8 @@ class Fragment:
         begun_at = _copies(parameters, like=parameters) if overlaps else []
         sent = _zero_or_nan(buffers)
         firsts = [change.view(-1)[:1] for change in changes]
-        torch._foreach_add_(firsts, [sent.view(1)] * len(firsts))  # the host would wait for a scalar
+        # A list, because the host would wait for a single scalar.
+        torch._foreach_add_(firsts, [sent.view(1)] * len(firsts))
         work = self.compression._all_reduce(changes, find_absent)
         self._round = _Round(work, changes, buffers, begun_at, sent)
 

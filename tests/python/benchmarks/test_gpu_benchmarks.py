@@ -11,6 +11,7 @@ from typing import Any
 import bench_stages
 import bench_step
 import pytest
+import torch
 import torch.distributed as dist
 from clock import covered
 from stages.floor import floor_bytes, floor_ms
