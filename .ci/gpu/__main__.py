@@ -79,7 +79,7 @@ def main() -> int:
     if not gpu:
         sys.exit("nvidia-smi finds no GPU")
     first = arguments.call == "first"
-    if is_new := first and not arguments.parts:
+    if first and not arguments.parts:
         shutil.rmtree(OUTPUT, ignore_errors=True)
     for folder in (arguments.results, OUTPUT / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
