@@ -24,7 +24,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import parts
-from call import NOT_RUN, OK, Call, Runner
+from call import NOT_RUN, OK, Call
 
 OUTPUT = Path(__file__).resolve().parents[2] / "build/gpu/output"  # what goes into the archive
 SECONDS = {"first": 480, "second": 240}
@@ -44,12 +44,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def _said_by(words: str) -> str:
     """The first line of a program's output; nothing if there is no such program."""
-    try:
-        return subprocess.run(words.split(), capture_output=True, text=True).stdout.partition("\n")[
-            0
-        ]
-    except FileNotFoundError:
-        return ""
+    said = subprocess.run(f"{words} 2>/dev/null", shell=True, capture_output=True, text=True)
+    return said.stdout.partition("\n")[0]
 
 
 def prepare_environment() -> None:
@@ -84,25 +80,30 @@ def main() -> int:
     for folder in (arguments.results, OUTPUT / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
     prepare_environment()
-    runner = Runner(OUTPUT / "logs", arguments.seconds or SECONDS[arguments.call])
     verdicts = OUTPUT / "verdicts.json"
     earlier = json.loads(verdicts.read_text()) if verdicts.exists() else {}
-    every = parts.first_call() if first else parts.second_call(earlier, runner)
-    names = [part.name for part in every]
+    every = parts.first_call() if first else parts.second_call(earlier)
+    checks = [part for part in parts.checks() if first or earlier.get(part.name) != OK]
+    names = [part.name for part in (*checks, *every)]
     if unknown := set(arguments.parts or []) - set(names):
         sys.exit(f"no part {', '.join(sorted(unknown))} in this call: {', '.join(names)}")
+    checks, every = (
+        [part for part in listed if part.name in (arguments.parts or names)]
+        for listed in (checks, every)
+    )
+    today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    title = f"{arguments.call} call, commit {os.environ['POWERSGD_COMMIT']}, {gpu}, {today}"
+    seconds = arguments.seconds or SECONDS[arguments.call]
+    call = Call(title, arguments.results, OUTPUT, seconds)
 
     def stop(*_: object) -> None:
-        runner.end()
+        call.end()
         sys.exit(130)
 
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(kind, stop)
-    today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    title = f"{arguments.call} call, commit {os.environ['POWERSGD_COMMIT']}, {gpu}, {today}"
-    call = Call(title, arguments.results, OUTPUT, runner)
-    wanted = [part for part in every if part.name in (arguments.parts or names)]
-    call.run(parts.lanes(arguments.prebuilt, earlier), wanted)
+    extension, programs = parts.builds(arguments.prebuilt)
+    call.run([[extension], [programs, *checks]], every)
     print(f"\n{call.summary()}results in {arguments.results}")
     return int(any(v != OK and not v.startswith(NOT_RUN) for v in call.verdicts.values()))
 

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 
-from call import NO_TIME, OK, Part, Runner
+from call import OK, Part
 
 _PROGRAM = "build/gpu-programs"
 PROGRAMS, EXTENSION = "build-programs", "build-extension"
@@ -36,25 +36,20 @@ for id in ${ids[@]}; do wait $id || status=$?; done; exit ${status:-0}
 _OTHER_TESTS = "$(ls tests/python/*/test_cuda*.py | grep -v -e nccl -e deaths)"
 
 
-def lanes(prebuilt: bool, earlier: Mapping[str, str]) -> list[list[Part]]:
-    """What runs beside the parts: the builds, and then what needs neither Python nor a clock.
-
-    Args:
-        earlier: The verdicts of the first call, in the second.
-    """
+def builds(prebuilt: bool) -> list[Part]:
     extension = Part(EXTENSION, 200, "true" if prebuilt else _BUILD_EXTENSION)
-    programs = Part(PROGRAMS, 200, "nice .ci/gpu_programs")
-    checks = [*map(_ptx, PTX), *map(_sanitized, SANITIZERS)]
-    return [[extension], [programs, *(p for p in checks if earlier.get(p.name) != OK)]]
+    return [extension, Part(PROGRAMS, 200, "nice .ci/gpu_programs")]
+
+
+def checks() -> list[Part]:
+    """What needs neither Python nor a clock, so that it runs beside the rest."""
+    return [*map(_ptx, PTX), *map(_sanitized, SANITIZERS)]
 
 
 def _ptx(architecture: str) -> Part:
     build = f"CODE=compute ARCHITECTURE={architecture} .ci/gpu_programs || exit 77"
-    return Part(f"ptx-{architecture}", 90, build + _shards(f"{_PROGRAM}-ptx{architecture}"))
-
-
-def _shards(folder: str) -> str:
-    return _SHARDS.replace("PROGRAM", folder)
+    shards = _SHARDS.replace("PROGRAM", f"{_PROGRAM}-ptx{architecture}")
+    return Part(f"ptx-{architecture}", 90, build + shards)
 
 
 def _sanitized(tool: str) -> Part:
@@ -64,7 +59,7 @@ def _sanitized(tool: str) -> Part:
 
 
 def _tests(name: str, limit: float, words: str) -> Part:
-    pytest = '"$PYTHON" -m pytest -v --tb=short --durations=5 -p no:cacheprovider -rfE'
+    pytest = '"$PYTHON" -m pytest -v --tb=short --durations=5 -rfE -o cache_dir=build/gpu/pytest'
     return Part(name, limit, f"{pytest} {words}", EXTENSION)
 
 
@@ -113,7 +108,7 @@ def first_call() -> list[Part]:
         _tests("test-nccl", 60, "tests/python/backend/test_cuda_nccl.py --maxfail=2"),
         _tests("test-cuda", 170, f"{_OTHER_TESTS} --maxfail=6"),
         _tests("test-torchft", 60, "tests/python/fault_tolerance/test_cuda_deaths.py"),
-        Part("kernels", 40, _shards(_PROGRAM), PROGRAMS),
+        Part("kernels", 40, _SHARDS.replace("PROGRAM", _PROGRAM), PROGRAMS),
         _cluster("timeline", 60, _TIMELINE),
         _cluster("variants", 100, _VARIANTS),
         _cluster("loss", 130, _LOSS),
@@ -121,22 +116,14 @@ def first_call() -> list[Part]:
     ]
 
 
-def second_call(verdicts: Mapping[str, str], runner: Runner) -> list[Part]:
-    """First the tests that failed in the first call, then what it had no time for, and records."""
-    logs = "\n".join(runner.log_of(name) for name, verdict in verdicts.items() if verdict != OK)
-    python = dict.fromkeys(re.findall(r"^FAILED (\S+?::.+?)(?: - .*)?$", logs, re.MULTILINE))
-    failed = re.findall(r"^\[  FAILED  \] (\S+\.[^\s,]+)", runner.log_of("kernels"), re.MULTILINE)
-    kernels = sorted(set(failed))
-    again = []
-    if kernels:
-        tests = shlex.quote(f"--gtest_filter={':'.join(kernels[:20])}")
-        again.append(Part("kernels-again", 30, f"{_PROGRAM}/kernels_cuda {tests}", PROGRAMS))
-    if python:
-        again.append(_tests("tests-again", 75, shlex.join(list(python)[:6])))
-    left = [p for p in first_call() if verdicts.get(p.name, NO_TIME).startswith(NO_TIME)]
+def second_call(verdicts: Mapping[str, str]) -> list[Part]:
+    """First what was not well in the first call, and of tests only those that failed."""
+    left = [part for part in first_call() if verdicts.get(part.name) != OK]
     return [
-        *again,
-        *left,
+        *(
+            replace(p, command=f"{p.command} --last-failed") if "pytest" in p.command else p
+            for p in left
+        ),
         _kernels("kernels-record", 60, _KERNELS),
         _bench("stages", 60, f"{_STAGES} gpt2 llama resnet50 --ranks 4 16 32"),
         _bench("steps", 50, "bench_step.py"),

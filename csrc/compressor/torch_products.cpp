@@ -18,7 +18,7 @@ struct ExactProducts {
 };
 
 // sum += scale * a b, in the dtype of a and b
-void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, double scale) {
+void add_product(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, double scale) {
   if (sum.scalar_type() == a.scalar_type()) {
     sum.addmm_(a, b, 1, scale);
   } else {

@@ -37,8 +37,8 @@ __device__ __forceinline__ void load_p(const Matrix& matrix, int64_t begin, int 
   }
 }
 
-// Q at the lane's columns from `q` on. Beyond the rank it is -0, as a product of 0 and -0 leaves any
-// sum as it is, even -0.
+// Q at the lane's columns from `q` on. Beyond the rank it is -0, as a product of 0 and -0 leaves
+// any sum as it is, even -0.
 template <int R, typename F>
 __device__ __forceinline__ void load_q(const F* q, const Matrix& matrix, const LaneColumns& columns,
                                        F (&out)[kGroupsOfQ<R>][4]) {

@@ -56,8 +56,11 @@ TEST_P(Orthonormal, ColumnsThatRepeatAreDead) {
 
 TEST_P(Orthonormal, ProductsOfLowRank) {
   const int64_t rank = std::min<int64_t>(5, rows_);
-  const at::Tensor integers = at::randint(-3, 4, {rows_, rank}) + at::eye(rows_, rank);
-  expect_basis(integers.matmul(at::randint(-3, 4, {rank, rank_}) + at::eye(rank, rank_)), rank);
+  const auto integers = [](int64_t rows, int64_t columns) {
+    const at::Tensor normal = test::random(static_cast<uint64_t>(columns), {rows, columns});
+    return normal.mul(3).round() + at::eye(rows, columns);
+  };
+  expect_basis(integers(rows_, rank).matmul(integers(rank, rank_)), rank);
 }
 
 TEST_P(Orthonormal, ZerosAndColumnsOfZeros) {

@@ -51,7 +51,7 @@ echo "${ending:-output of $name}"
 _PROGRAMS = ("nvidia-smi", "python3", "nvcc", "g++", "compute-sanitizer")
 _TOOLS = (
     "basename bash cat cp cut dirname env find grep gzip head ls mkdir nice nproc printf rm sed sh"
-    " sha256sum sleep sort tar touch tr wc xargs"
+    " sha256sum sleep sort tar timeout touch tr wc xargs"
 )
 _COPIED = (".ci", "include", "csrc/kernels/cuda", "tests/cpp/kernels")
 
