@@ -24,9 +24,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import parts
-from call import NOT_RUN, OK, Call
+from call import NOT_RUN, OK, OUTPUT, Call
 
-OUTPUT = Path(__file__).resolve().parents[2] / "build/gpu/output"  # what goes into the archive
 SECONDS = {"first": 480, "second": 240}
 
 
@@ -94,7 +93,7 @@ def main() -> int:
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     title = f"{arguments.call} call, commit {os.environ['POWERSGD_COMMIT']}, {gpu}, {today}"
     seconds = arguments.seconds or SECONDS[arguments.call]
-    call = Call(title, arguments.results, OUTPUT, seconds)
+    call = Call(title, arguments.results, seconds, earlier)
 
     def stop(*_: object) -> None:
         call.end()

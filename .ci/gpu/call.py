@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+OUTPUT = Path(__file__).resolve().parents[2] / "build/gpu/output"  # what goes into the archive
 RESERVE = 8  # seconds at the end of the call, for the summary and the archive
 GRACE = 5  # seconds from the interrupt to the kill, for reports and cleanup
 MISSING = (77, 127)  # exit status if something is missing, which the last line names
@@ -40,10 +41,10 @@ class Part:
 
 
 class Call:
-    def __init__(self, title: str, results: Path, output: Path, seconds: float) -> None:
+    def __init__(self, title: str, results: Path, seconds: float, earlier: dict[str, str]) -> None:
         self.verdicts: dict[str, str] = {}  # in the order in which the parts ended
         self._seconds: dict[str, float] = {}
-        self._title, self._results, self._output = title, results, output
+        self._title, self._results, self._earlier = title, results, earlier
         self._began = time.monotonic()
         self._deadline = self._began + seconds - RESERVE
         self._live: set[subprocess.Popen[bytes]] = set()
@@ -85,7 +86,7 @@ class Call:
             assert part
             pending.remove(part)
             began = time.monotonic()
-            log = self._output / "logs" / f"{part.name}.txt"
+            log = OUTPUT / "logs" / f"{part.name}.txt"
             build = self.verdicts.get(part.needs, OK)
             why = f"{NOT_RUN}{part.needs}: {build.removeprefix(NOT_RUN)}"
             verdict = self._execute(part, log) if build == OK else why
@@ -124,10 +125,11 @@ class Call:
 
     def _write(self) -> None:
         """Keeps the results complete: a call may be killed."""
-        (self._output / "verdicts.json").write_text(json.dumps(self.verdicts))
+        known = {**self._earlier, **self.verdicts}
+        (OUTPUT / "verdicts.json").write_text(json.dumps(known))
         archive, summary = self._results / "results.tar.gz", self._results / "summary.txt"
-        tar = ["tar", "--ignore-failed-read", "-czf", f"{archive}.part", self._output.name]
-        subprocess.run(tar, cwd=self._output.parent, capture_output=True)
+        tar = ["tar", "--ignore-failed-read", "-czf", f"{archive}.part", OUTPUT.name]
+        subprocess.run(tar, cwd=OUTPUT.parent, capture_output=True)
         Path(f"{archive}.part").replace(archive)
         summary.write_text(self.summary())
 
