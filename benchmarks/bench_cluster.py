@@ -167,6 +167,7 @@ class Bench:
             if plain and run.succeeded and not figures.catches_up(run, plain[seed], steps):
                 more = player.turn(steps // 2 - 1)
                 run = max(run, more, key=lambda run: len(run.losses))  # a failed run starts over
+        self.record["device"] = run.device or self.record["device"]
         _tell(f"{model}, {len(cluster)} ranks, loss of seed {seed}", contender, run)
         return run
 
@@ -203,8 +204,7 @@ class Bench:
                     continue
                 run = players[contender].turn(self.arguments.steps)
                 rounds[-1][contender.name] = run
-                if run.device:
-                    self.record["device"] = run.device
+                self.record["device"] = run.device or self.record["device"]
                 if number == 0 or run.failures:
                     _tell(where, contender, run)
             compared = figures.compare(rounds, learned, marks)
