@@ -129,12 +129,13 @@ def test_a_group_that_torchft_makes_in_an_unknown_way_drops_the_step(rank: int, 
 def test_an_error_that_no_call_raises_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL fails on the device, and only its watchdog notices."""
     group: Any = ProcessGroupPowerSGD()
+    made = process_group._make_group(HashStore(), 0, 1, LIMIT, group._options)
     monkeypatch.setattr(process_group, "device_types", lambda: ["cpu", "cuda"])
     assert group.errored() is None
-    errors = [ErrorType.SUCCESS, ErrorType.COMM_ERROR]
-    assert hasattr(_C.BackendPowerSGD, "get_error")  # of the group that NCCL is under
-    backend = SimpleNamespace(get_error=lambda: errors.pop(0))
-    group._pg = SimpleNamespace(_get_backend=lambda _: backend)
+    errors = [made._get_backend(torch.device("cpu")).get_error]  # of Gloo
+    errors += [lambda: ErrorType.SUCCESS, lambda: ErrorType.COMM_ERROR]
+    group._pg = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(get_error=errors.pop(0)))
+    assert group.errored() is None
     assert group.errored() is None
     assert "COMM_ERROR" in str(group.errored())
 

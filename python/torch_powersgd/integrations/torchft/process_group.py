@@ -151,7 +151,10 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
         group = self._pg
         if group is None or "cuda" not in device_types():
             return None
-        error = group._get_backend(torch.device("cuda")).get_error()
+        try:
+            error = group._get_backend(torch.device("cuda")).get_error()
+        except RuntimeError:  # Gloo has none: its calls raise
+            return None
         return None if error == ErrorType.SUCCESS else RuntimeError(f"NCCL failed: {error.name}")
 
     def _leave(self) -> None:
