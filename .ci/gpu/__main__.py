@@ -5,10 +5,9 @@
     python3 .ci/gpu second             what failed or had no time in the first call, and records
     python3 .ci/gpu --parts smoke      repeats these parts of the call
 
-This Python runs the parts. It needs torch with CUDA, setuptools >= 77, ninja, numpy and pytest.
-Nothing is downloaded. To save time, bring build/gpu-programs*, made by `make gpu-programs`, and the
-extension, with --prebuilt. If a part fails, hangs or lacks something, the others still run. RESULTS
-is updated after each: summary.txt has the verdicts, results.tar.gz the logs and all JSON.
+This Python runs the parts. It needs torch with CUDA, setuptools >= 77, ninja, numpy and pytest. If
+a part fails, hangs or lacks something, the others still run. RESULTS has the verdicts in
+summary.txt, and the logs and all JSON in results.tar.gz. CONTRIBUTING.md says how to save time.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ SECONDS = {"first": 480, "second": 240}
 
 
 def parse_arguments() -> argparse.Namespace:
-    text = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python3 .ci/gpu", description=__doc__, formatter_class=text)
+    parser = argparse.ArgumentParser("python3 .ci/gpu", description="See CONTRIBUTING.md.")
     results = os.environ.get("RESULTS") or "build/gpu/results"
     parser.add_argument("call", nargs="?", default="first", choices=SECONDS)
     parser.add_argument("--parts", nargs="+", metavar="PART", help="parts of the call to run (all)")
@@ -101,8 +99,7 @@ def main() -> int:
 
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(kind, stop)
-    extension, programs = parts.builds(arguments.prebuilt)
-    call.run([[extension], [programs, *checks]], every)
+    call.run(parts.builds(arguments.prebuilt), checks, every)
     print(f"\n{call.summary()}results in {arguments.results}")
     return int(any(v != OK and not v.startswith(NOT_RUN) for v in call.verdicts.values()))
 

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,65 +43,58 @@ class Part:
 class Call:
     def __init__(self, title: str, results: Path, seconds: float, earlier: dict[str, str]) -> None:
         self.verdicts: dict[str, str] = {}  # in the order in which the parts ended
-        self._seconds: dict[str, float] = {}
+        self._lines: list[str] = []
+        self._builds: dict[str, Future[str]] = {}
         self._title, self._results, self._earlier = title, results, earlier
         self._began = time.monotonic()
         self._deadline = self._began + seconds - RESERVE
         self._live: set[subprocess.Popen[bytes]] = set()
         self._ended = False
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # a signal handler may call end() while it is held
 
-    def run(self, queues: Sequence[Sequence[Part]], parts: Sequence[Part]) -> None:
-        """Runs each queue's parts in their order. A part that has to wait lets others pass."""
-        beside = {part.name for queue in queues for part in queue}
-        with ThreadPoolExecutor() as pool:
+    def run(self, builds: Sequence[Part], checks: Sequence[Part], parts: Sequence[Part]) -> None:
+        """Runs the parts in their order, and two of the others beside them."""
+        with ThreadPoolExecutor(2) as pool:
             try:
-                running = [pool.submit(self._run, list(queue), beside) for queue in queues]
-                self._run(list(parts), beside)
-                for queue in running:
-                    queue.result()
+                for part in builds:
+                    self._builds[part.name] = pool.submit(self._run, part)
+                beside = [*self._builds.values(), *(pool.submit(self._run, p) for p in checks)]
+                for part in parts:
+                    wait(beside if part.alone else [])
+                    self._run(part)
+                wait(beside)
             finally:
                 self.end()
 
     def end(self) -> None:
         """Kills whatever is still running, and starts nothing more."""
-        with self._changed:
+        with self._lock:
             self._ended = True
             for process in self._live:
                 _kill(process)
 
     def summary(self) -> str:
         title = f"{self._title}, {time.monotonic() - self._began:.0f} s"
-        return "\n".join([title, *map(self._line, self.verdicts)]) + "\n"
+        return "\n".join([title, *self._lines]) + "\n"
 
-    def _run(self, pending: list[Part], beside: set[str]) -> None:
-        def ready() -> Part | None:
-            waits = [beside if part.alone else {part.needs} & beside for part in pending]
-            free = (p for p, w in zip(pending, waits, strict=True) if w <= self.verdicts.keys())
-            return next(free, None)
-
-        while pending:
-            with self._changed:
-                part = self._changed.wait_for(ready)
-            assert part
-            pending.remove(part)
-            began = time.monotonic()
-            log = OUTPUT / "logs" / f"{part.name}.txt"
-            build = self.verdicts.get(part.needs, OK)
-            why = f"{NOT_RUN}{part.needs}: {build.removeprefix(NOT_RUN)}"
-            verdict = self._execute(part, log) if build == OK else why
-            with self._changed:
-                self._seconds[part.name] = time.monotonic() - began
-                self.verdicts[part.name] = verdict
-                self._changed.notify_all()
-                print(self._line(part.name), *_read(log)[-SHOWN:], sep="\n", flush=True)
-                self._write()
+    def _run(self, part: Part) -> str:
+        build = self._builds[part.needs].result() if part.needs else OK
+        began = time.monotonic()
+        log = OUTPUT / "logs" / f"{part.name}.txt"
+        why = f"{NOT_RUN}{part.needs}: {build.removeprefix(NOT_RUN)}"
+        verdict = self._execute(part, log) if build == OK else why
+        with self._lock:
+            self.verdicts[part.name] = verdict
+            self._lines.append(f"== {part.name} {time.monotonic() - began:.0f} s: {verdict}")
+            print(self._lines[-1], *_read(log)[-SHOWN:], sep="\n", flush=True)
+            self._write()
+        return verdict
 
     def _execute(self, part: Part, log: Path) -> str:
         """Returns the verdict: "ok", or what went wrong in a few words."""
         limit = min(part.limit, self._deadline - time.monotonic())
         words = f"timeout --signal INT --kill-after {GRACE} {limit:.0f} bash -uc".split()
-        with self._changed:
+        with self._lock:
             if limit < 1 or self._ended:
                 return NO_TIME
             with log.open("wb") as file:
@@ -119,9 +112,6 @@ class Call:
         if status in TIMED_OUT:
             return NO_TIME if limit < part.limit else f"TIME LIMIT of {limit:.0f} s"
         return _verdict(status, _read(log))
-
-    def _line(self, name: str) -> str:
-        return f"== {name} {self._seconds[name]:.0f} s: {self.verdicts[name]}"
 
     def _write(self) -> None:
         """Keeps the results complete: a call may be killed."""

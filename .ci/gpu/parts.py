@@ -15,15 +15,10 @@ PTX = ("80", "75")  # what Ampere and Turing take: the driver compiles it for th
 SANITIZERS = ("racecheck", "synccheck", "memcheck")
 # These shapes take every path through the kernels: aligned, short and long rows, and both kinds of
 # products.
-CHECKED = [
-    "All/Orthogonalize.RandomColumns/*",
-    "All/Orthogonalize.ZeroColumnStaysZero/*",
-    *(
-        f"All/{suite}.MatchesTheReference/*{shape}"
-        for suite in ("Project", "BackProject", "Reconstruct")
-        for shape in ("_300x256r4", "_600x136r16", "_1030x36r32", "_9x2100r4")
-    ),
-]
+_SHAPES = ("300x256r4", "600x136r16", "1030x36r32", "9x2100r4")
+_STAGES_OF_ALL_SHAPES = ("Project", "BackProject", "Reconstruct")
+CHECKED = [f"All/{s}.MatchesTheReference/*_{x}" for s in _STAGES_OF_ALL_SHAPES for x in _SHAPES]
+CHECKED += [f"All/Orthogonalize.{test}/*" for test in ("RandomColumns", "ZeroColumnStaysZero")]
 _BUILD_EXTENSION = """
 CUDA_HOME=$(.ci/cuda_home 2>&1) || { echo "$CUDA_HOME"; exit 77; }
 CUDA_HOME=$CUDA_HOME POWERSGD_BUILD_CUDA=1 "$PYTHON" setup.py build_ext --inplace
@@ -74,11 +69,6 @@ def _cluster(name: str, limit: float, words: str) -> Part:
     return _bench(name, limit, f'{words} --device cuda --logs "$OUTPUT/logs/{name}"')
 
 
-def _kernels(name: str, limit: float, words: str) -> Part:
-    command = f'{_PROGRAM}/bench_kernels {words} --json "$OUTPUT/{name}.json"'
-    return Part(name, limit, command, PROGRAMS, alone=True)
-
-
 _ATTACHED = "attached+start_powerSGD_iter=2+bucket_cap_mb"
 _INT8 = "int8-wire+start_powerSGD_iter=2+bucket_cap_mb"
 _TIMELINE = f"bench_timeline.py --steps 8 --methods none {_ATTACHED}=100:4 {_INT8}=100:16"
@@ -96,19 +86,19 @@ _LOSS = (
     " --methods plain int8-wire:16"
 )
 _KERNELS = (
-    "--models gpt2 gpt2x4 gpt2x4+1 llama llama+1 --kinds float32 bfloat16/bfloat16"
-    " --ranks 4 16 32 --products bfloat16"
+    f"{_PROGRAM}/bench_kernels --models gpt2 gpt2x4 gpt2x4+1 llama llama+1 --kinds float32 bfloat16/bfloat16"
+    ' --ranks 4 16 32 --products bfloat16 --json "$OUTPUT/kernels-record.json"'
 )
 _STAGES = "bench_stages.py --device cuda --models"
 
 
 def first_call() -> list[Part]:
     return [
+        Part("kernels", 40, _SHARDS.replace("PROGRAM", _PROGRAM), PROGRAMS),
         _tests("smoke", 60, "tests/python/training/test_smoke.py -k cuda"),
         _tests("test-nccl", 60, "tests/python/backend/test_cuda_nccl.py --maxfail=2"),
         _tests("test-cuda", 170, f"{_OTHER_TESTS} --maxfail=6"),
         _tests("test-torchft", 60, "tests/python/fault_tolerance/test_cuda_deaths.py"),
-        Part("kernels", 40, _SHARDS.replace("PROGRAM", _PROGRAM), PROGRAMS),
         _cluster("timeline", 60, _TIMELINE),
         _cluster("variants", 100, _VARIANTS),
         _cluster("loss", 130, _LOSS),
@@ -124,7 +114,7 @@ def second_call(verdicts: Mapping[str, str]) -> list[Part]:
             replace(p, command=f"{p.command} --last-failed") if "pytest" in p.command else p
             for p in left
         ),
-        _kernels("kernels-record", 60, _KERNELS),
+        Part("kernels-record", 60, _KERNELS, PROGRAMS, alone=True),
         _bench("stages", 60, f"{_STAGES} gpt2 llama resnet50 --ranks 4 16 32"),
         _bench("steps", 50, "bench_step.py"),
         _bench("stages-high-ranks", 30, f"{_STAGES} gpt2 --ranks 64 128 --repeats 5"),
