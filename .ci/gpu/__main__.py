@@ -30,10 +30,8 @@ SECONDS = {"first": 480, "second": 240}
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python3 .ci/gpu", description="See CONTRIBUTING.md.")
-    results = os.environ.get("RESULTS") or "build/gpu/results"
     parser.add_argument("call", nargs="?", default="first", choices=SECONDS)
     parser.add_argument("--parts", nargs="+", metavar="PART", help="parts of the call to run (all)")
-    parser.add_argument("--results", type=Path, default=results, help=f"folder ({results})")
     parser.add_argument("--prebuilt", action="store_true", help="don't build the extension")
     parser.add_argument("--seconds", type=int, help="limit of the call (480; second call: 240)")
     return parser.parse_args()
@@ -49,15 +47,12 @@ def prepare_environment() -> None:
     """Sets what all commands read. pip installs ninja next to python."""
     python = os.environ.get("PYTHON") or sys.executable
     commit = os.environ.get("POWERSGD_COMMIT") or _said_by("git rev-parse --short HEAD")
-    cores = os.environ.get("JOBS") or str(len(os.sched_getaffinity(0)))
     folders = [os.environ["PATH"], "/usr/local/cuda/bin", str(Path(python).parent)]
     modules = [str(Path("python").resolve()), os.environ.get("PYTHONPATH")]
     capability = _said_by("nvidia-smi --query-gpu=compute_cap --format=csv,noheader")
     os.environ.update(
         ARCHITECTURE=capability.replace(".", ""),
         POWERSGD_COMMIT=commit or "unknown",
-        JOBS=cores,
-        MAX_JOBS=cores,
         OUTPUT=str(OUTPUT),
         PYTHON=python,
         PYTHONUNBUFFERED="1",
@@ -72,9 +67,10 @@ def main() -> int:
     if not gpu:
         sys.exit("nvidia-smi finds no GPU")
     first = arguments.call == "first"
+    results = Path(os.environ.get("RESULTS") or "build/gpu/results")
     if first and not arguments.parts:
         shutil.rmtree(OUTPUT, ignore_errors=True)
-    for folder in (arguments.results, OUTPUT / "logs"):
+    for folder in (results, OUTPUT / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
     prepare_environment()
     verdicts = OUTPUT / "verdicts.json"
@@ -84,14 +80,12 @@ def main() -> int:
     names = [part.name for part in (*checks, *every)]
     if unknown := set(arguments.parts or []) - set(names):
         sys.exit(f"no part {', '.join(sorted(unknown))} in this call: {', '.join(names)}")
-    checks, every = (
-        [part for part in listed if part.name in (arguments.parts or names)]
-        for listed in (checks, every)
-    )
+    wanted = arguments.parts or names
+    checks = [part for part in checks if part.name in wanted]
+    every = [part for part in every if part.name in wanted]
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     title = f"{arguments.call} call, commit {os.environ['POWERSGD_COMMIT']}, {gpu}, {today}"
-    seconds = arguments.seconds or SECONDS[arguments.call]
-    call = Call(title, arguments.results, seconds, earlier)
+    call = Call(title, results, arguments.seconds or SECONDS[arguments.call], earlier)
 
     def stop(*_: object) -> None:
         call.end()
@@ -100,7 +94,7 @@ def main() -> int:
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(kind, stop)
     call.run(parts.builds(arguments.prebuilt), checks, every)
-    print(f"\n{call.summary()}results in {arguments.results}")
+    print(f"\n{call.summary()}results in {results}")
     return int(any(v != OK and not v.startswith(NOT_RUN) for v in call.verdicts.values()))
 
 

@@ -11,8 +11,6 @@ from call import OK, Part
 
 _PROGRAM = "build/gpu-programs"
 PROGRAMS, EXTENSION = "build-programs", "build-extension"
-PTX = ("80", "75")  # what Ampere and Turing take: the driver compiles it for this GPU
-SANITIZERS = ("racecheck", "synccheck", "memcheck")
 # These shapes take every path through the kernels: aligned, short and long rows, and both kinds of
 # products.
 _SHAPES = ("300x256r4", "600x136r16", "1030x36r32", "9x2100r4")
@@ -38,19 +36,16 @@ def builds(prebuilt: bool) -> list[Part]:
 
 def checks() -> list[Part]:
     """What needs neither Python nor a clock, so that it runs beside the rest."""
-    return [*map(_ptx, PTX), *map(_sanitized, SANITIZERS)]
-
-
-def _ptx(architecture: str) -> Part:
-    build = f"CODE=compute ARCHITECTURE={architecture} .ci/gpu_programs || exit 77"
-    shards = _SHARDS.replace("PROGRAM", f"{_PROGRAM}-ptx{architecture}")
-    return Part(f"ptx-{architecture}", 90, build + shards)
-
-
-def _sanitized(tool: str) -> Part:
-    tests = shlex.quote(f"--gtest_filter={':'.join(CHECKED)}")
-    command = f"compute-sanitizer --tool {tool} --error-exitcode 1 {_PROGRAM}/kernels_cuda {tests}"
-    return Part(tool, 60, command, PROGRAMS)
+    parts = []
+    for architecture in ("80", "75"):  # of Ampere and Turing; the driver compiles it for this GPU
+        build = f"CODE=compute ARCHITECTURE={architecture} .ci/gpu_programs || exit 77"
+        shards = _SHARDS.replace("PROGRAM", f"{_PROGRAM}-ptx{architecture}")
+        parts.append(Part(f"ptx-{architecture}", 90, build + shards))
+    checked = f"{_PROGRAM}/kernels_cuda {shlex.quote('--gtest_filter=' + ':'.join(CHECKED))}"
+    for tool in ("racecheck", "synccheck", "memcheck"):
+        command = f"compute-sanitizer --tool {tool} --error-exitcode 1 {checked}"
+        parts.append(Part(tool, 60, command, PROGRAMS))
+    return parts
 
 
 def _tests(name: str, limit: float, words: str) -> Part:
@@ -86,8 +81,9 @@ _LOSS = (
     " --methods plain int8-wire:16"
 )
 _KERNELS = (
-    f"{_PROGRAM}/bench_kernels --models gpt2 gpt2x4 gpt2x4+1 llama llama+1 --kinds float32 bfloat16/bfloat16"
-    ' --ranks 4 16 32 --products bfloat16 --json "$OUTPUT/kernels-record.json"'
+    f"{_PROGRAM}/bench_kernels --models gpt2 gpt2x4 gpt2x4+1 llama llama+1"
+    " --kinds float32 bfloat16/bfloat16 --ranks 4 16 32 --products bfloat16"
+    ' --json "$OUTPUT/kernels-record.json"'
 )
 _STAGES = "bench_stages.py --device cuda --models"
 
