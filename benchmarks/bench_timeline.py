@@ -20,6 +20,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import bench_cluster
@@ -128,9 +129,9 @@ def _parts(by_rank: Sequence[Sequence[timeline.Part]]) -> Table:
         rows.append(
             [
                 f"{same[0].bucket} {same[0].name}",
-                f"{_mean(starts):.2f}",
+                f"{mean(starts):.2f}",
                 f"{min(starts):.2f} to {max(starts):.2f}",
-                f"{_mean(takes):.3f}",
+                f"{mean(takes):.3f}",
                 f"{min(takes):.3f} to {max(takes):.3f}",
             ]
         )
@@ -142,12 +143,8 @@ def _kinds(by_rank: Sequence[Sequence[timeline.Part]]) -> Table:
     rows = []
     for name in names:
         of_ranks = [[p.end - p.start for p in parts if p.name == name] for parts in by_rank]
-        rows.append([name, f"{_mean([sum(each) for each in of_ranks]):.3f}", f"{len(of_ranks[0])}"])
+        rows.append([name, f"{mean([sum(each) for each in of_ranks]):.3f}", f"{len(of_ranks[0])}"])
     return ["part", "takes", "times"], rows
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def main() -> None:

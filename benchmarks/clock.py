@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
+
+Span = tuple[float, float]
 
 # The device spins for about 10 ms, while the host launches a whole step.
 AHEAD_CYCLES = 20_000_000
@@ -94,11 +97,11 @@ def gpu_ms(run: Callable[[], object], repeats: int) -> float:
     return covered(spans) / 1e3 / repeats
 
 
-def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of spans: kernels may overlap."""
-    length, reached = 0.0, 0.0
+def covered(spans: Iterable[Span], window: Span = (0.0, math.inf)) -> float:
+    """The length of the part of a window that lies in at least one of the spans."""
+    length, reached = 0.0, window[0]
     for start, end in sorted(spans):
-        length += max(0.0, end - max(start, reached))
+        length += max(0.0, min(end, window[1]) - max(start, reached))
         reached = max(reached, end)
     return length
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from clock import Clock
+from clock import Clock, covered
 from launcher.ranks import Rank
 
 from cluster import methods
@@ -24,7 +24,6 @@ from cluster.rank import Job, Trainer, group
 # The part that begins, its bucket or -1, when the device begins it, and when the host enqueued it,
 # in milliseconds.
 Mark = tuple[str, int, float, float]
-Span = tuple[float, float]
 
 _STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
 STAGE, PACKETS, WIRE, WAITS = "stages", "packets", "wire", "waits"
@@ -129,16 +128,6 @@ def _described(name: str, after: str, factor: str) -> tuple[str, str]:
     if name in ("reduce_p", "reduce_q", "received") or after == "collective":
         return f"packets of {factor}", PACKETS
     return "waits", WAITS
-
-
-def covered(spans: Iterable[Span], window: Span) -> float:
-    """The milliseconds of the window that lie in at least one of the spans."""
-    total, reached = 0.0, window[0]
-    for start, end in sorted(spans):
-        start, end = max(start, reached), min(end, window[1])
-        total += max(0.0, end - start)
-        reached = max(reached, end)
-    return total
 
 
 def phases(by_rank: Sequence[Sequence[Mark]], one_at_a_time: bool) -> dict[str, float]:

@@ -16,6 +16,7 @@ from support.repository import ROOT
 pytest.importorskip("rich")
 
 import bench_timeline
+from clock import covered
 from cluster import timeline
 
 from support.shaped_links import needs_hosts
@@ -70,7 +71,7 @@ def test_phases_of_a_step_add_up() -> None:
 
 
 def test_spans_that_overlap_count_once() -> None:
-    assert timeline.covered([(0, 4), (2, 3), (3, 6), (8, 20)], (1, 10)) == 7
+    assert covered([(0, 4), (2, 3), (3, 6), (8, 20)], (1, 10)) == 7
 
 
 def test_the_default_buckets_are_those_recommended_for_gpus() -> None:
