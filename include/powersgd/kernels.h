@@ -201,8 +201,11 @@ constexpr int64_t kMaxRank = 32;
 // If this is false, project only forms M, from a memory that is the residual already, and
 // reconstruct leaves zeros in place of the product. The caller does the products and the other two
 // stages.
+inline bool multiplies(int64_t largest_rank, DType factor_dtype) {
+  return largest_rank <= kMaxRank && factor_dtype == DType::kFloat32;
+}
 inline bool multiplies(const Bucket& bucket) {
-  return bucket.largest_rank <= kMaxRank && bucket.factor_dtype == DType::kFloat32;
+  return multiplies(bucket.largest_rank, bucket.factor_dtype);
 }
 
 // The number of kernels that this process has launched.

@@ -23,13 +23,13 @@ constexpr int64_t kWidestProjectTile = 2048;
 class Builder {
  public:
   Builder(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-          int64_t factor_bytes)
-      : matrices_(matrices), raw_(raw), factor_bytes_(factor_bytes) {
+          DType factor_dtype)
+      : matrices_(matrices), raw_(raw), factor_bytes_(factor_dtype == DType::kFloat64 ? 8 : 4) {
     for (const Matrix& matrix : matrices) {
       largest_rank_ = std::max(largest_rank_, matrix.rank);
       total_elements_ += matrix.rows * matrix.cols;
     }
-    multiplies_ = factor_bytes == 4 && largest_rank_ <= kMaxRank;
+    multiplies_ = multiplies(largest_rank_, factor_dtype);
     next_counter_ = raw_flags_counter(static_cast<int64_t>(matrices.size())) + 1;
   }
 
@@ -214,7 +214,7 @@ class Builder {
   const std::vector<RawSegment>& raw_;
   const int64_t factor_bytes_;
   int64_t largest_rank_ = 0;
-  bool multiplies_;  // see multiplies() in powersgd/kernels.h
+  bool multiplies_;
   int64_t total_elements_ = 0;
   std::array<std::vector<Tile>, kTileLists> lists_;
   int64_t next_counter_ = 0;
@@ -226,7 +226,7 @@ class Builder {
 
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
                      DType factor_dtype) {
-  return Builder(matrices, raw, factor_dtype == DType::kFloat64 ? 8 : 4).build();
+  return Builder(matrices, raw, factor_dtype).build();
 }
 
 }  // namespace powersgd::kernels::cuda
