@@ -25,6 +25,7 @@ from pathlib import Path
 import parts
 from call import NOT_RUN, OK, OUTPUT, Call
 
+QUERY = "nvidia-smi --format=csv,noheader --query-gpu"
 SECONDS = {"first": 480, "second": 240}
 
 
@@ -49,9 +50,8 @@ def prepare_environment() -> None:
     commit = os.environ.get("POWERSGD_COMMIT") or _said_by("git rev-parse --short HEAD")
     folders = [os.environ["PATH"], "/usr/local/cuda/bin", str(Path(python).parent)]
     modules = [str(Path("python").resolve()), os.environ.get("PYTHONPATH")]
-    capability = _said_by("nvidia-smi --query-gpu=compute_cap --format=csv,noheader")
     os.environ.update(
-        ARCHITECTURE=capability.replace(".", ""),
+        ARCHITECTURE=_said_by(f"{QUERY}=compute_cap").replace(".", ""),
         POWERSGD_COMMIT=commit or "unknown",
         OUTPUT=str(OUTPUT),
         PYTHON=python,
@@ -63,7 +63,7 @@ def prepare_environment() -> None:
 
 def main() -> int:
     arguments = parse_arguments()
-    gpu = _said_by("nvidia-smi --query-gpu=name,driver_version --format=csv,noheader")
+    gpu = _said_by(f"{QUERY}=name,driver_version")
     if not gpu:
         sys.exit("nvidia-smi finds no GPU")
     first = arguments.call == "first"
@@ -76,24 +76,16 @@ def main() -> int:
     verdicts = OUTPUT / "verdicts.json"
     earlier = json.loads(verdicts.read_text()) if verdicts.exists() else {}
     every = parts.first_call() if first else parts.second_call(earlier)
-    checks = [part for part in parts.checks() if first or earlier.get(part.name) != OK]
-    names = [part.name for part in (*checks, *every)]
+    names = [part.name for part in every]
     if unknown := set(arguments.parts or []) - set(names):
         sys.exit(f"no part {', '.join(sorted(unknown))} in this call: {', '.join(names)}")
-    wanted = arguments.parts or names
-    checks = [part for part in checks if part.name in wanted]
-    every = [part for part in every if part.name in wanted]
+    wanted = [part for part in every if part.name in (arguments.parts or names)]
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     title = f"{arguments.call} call, commit {os.environ['POWERSGD_COMMIT']}, {gpu}, {today}"
     call = Call(title, results, arguments.seconds or SECONDS[arguments.call], earlier)
-
-    def stop(*_: object) -> None:
-        call.end()
-        sys.exit(130)
-
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(kind, stop)
-    call.run(parts.builds(arguments.prebuilt), checks, every)
+        signal.signal(kind, lambda *_: sys.exit(130))
+    call.run(parts.builds(arguments.prebuilt), wanted)
     print(f"\n{call.summary()}results in {results}")
     return int(any(v != OK and not v.startswith(NOT_RUN) for v in call.verdicts.values()))
 

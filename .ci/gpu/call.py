@@ -31,13 +31,14 @@ _ALL_SKIPPED = re.compile(r"=+ (?!.*passed).*\d+ skipped.* in [\d.]+s.*=")
 
 @dataclass(frozen=True)
 class Part:
-    """A line of bash. It waits for ``needs``, a build; and for all that runs beside, if alone."""
+    """A line of bash, which waits for the build that it needs."""
 
     name: str
     limit: float  # seconds
     command: str
     needs: str = ""
     alone: bool = False  # because it measures time
+    beside: bool = False  # the others, because it needs neither Python nor a clock
 
 
 class Call:
@@ -49,19 +50,19 @@ class Call:
         self._began = time.monotonic()
         self._deadline = self._began + seconds - RESERVE
         self._live: set[subprocess.Popen[bytes]] = set()
-        self._ended = False
-        self._lock = threading.RLock()  # a signal handler may call end() while it is held
+        self._lock = threading.Lock()
 
-    def run(self, builds: Sequence[Part], checks: Sequence[Part], parts: Sequence[Part]) -> None:
-        """Runs the parts in their order, and two of the others beside them."""
+    def run(self, builds: Sequence[Part], parts: Sequence[Part]) -> None:
+        """Runs the parts in their order, and up to two builds and parts beside them."""
         with ThreadPoolExecutor(2) as pool:
             try:
-                for part in builds:
-                    self._builds[part.name] = pool.submit(self._run, part)
-                beside = [*self._builds.values(), *(pool.submit(self._run, p) for p in checks)]
+                self._builds = {part.name: pool.submit(self._run, part) for part in builds}
+                beside = [pool.submit(self._run, part) for part in parts if part.beside]
+                beside += self._builds.values()
                 for part in parts:
                     wait(beside if part.alone else [])
-                    self._run(part)
+                    if not part.beside:
+                        self._run(part)
                 wait(beside)
             finally:
                 self.end()
@@ -69,7 +70,7 @@ class Call:
     def end(self) -> None:
         """Kills whatever is still running, and starts nothing more."""
         with self._lock:
-            self._ended = True
+            self._deadline = 0.0
             for process in self._live:
                 _kill(process)
 
@@ -92,19 +93,14 @@ class Call:
 
     def _execute(self, part: Part, log: Path) -> str:
         """Returns the verdict: "ok", or what went wrong in a few words."""
-        limit = min(part.limit, self._deadline - time.monotonic())
-        words = f"timeout --signal INT --kill-after {GRACE} {limit:.0f} bash -uc".split()
         with self._lock:
-            if limit < 1 or self._ended:
+            limit = min(part.limit, self._deadline - time.monotonic())
+            if limit < 1:
                 return NO_TIME
+            words = f"timeout --signal INT --kill-after {GRACE} {limit:.0f} bash -uc".split()
+            words.append(part.command)
             with log.open("wb") as file:
-                process = subprocess.Popen(
-                    [*words, part.command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    start_new_session=True,
-                )
+                process = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True)
             self._live.add(process)
         status = process.wait()
         _kill(process)  # any children it left behind
@@ -131,11 +127,9 @@ def _verdict(status: int, lines: list[str]) -> str:
     said = [line for line in lines[-40:] if _CANNOT_RUN.search(line)]
     if said or status in MISSING:
         return NOT_RUN + [*lines, *said][-1]
-    return (
-        f"CRASHED with {signal.Signals(status - 128).name}"
-        if status > 128
-        else f"FAILED with {status}"
-    )
+    if status > 128:
+        return f"CRASHED with {signal.Signals(status - 128).name}"
+    return f"FAILED with {status}"
 
 
 def _read(log: Path) -> list[str]:

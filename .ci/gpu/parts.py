@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 
 from call import OK, Part
 
@@ -34,22 +33,23 @@ def builds(prebuilt: bool) -> list[Part]:
     return [extension, Part(PROGRAMS, 200, "nice .ci/gpu_programs")]
 
 
-def checks() -> list[Part]:
-    """What needs neither Python nor a clock, so that it runs beside the rest."""
+def _checks() -> list[Part]:
     parts = []
     for architecture in ("80", "75"):  # of Ampere and Turing; the driver compiles it for this GPU
         build = f"CODE=compute ARCHITECTURE={architecture} .ci/gpu_programs || exit 77"
         shards = _SHARDS.replace("PROGRAM", f"{_PROGRAM}-ptx{architecture}")
-        parts.append(Part(f"ptx-{architecture}", 90, build + shards))
+        parts.append(Part(f"ptx-{architecture}", 90, build + shards, beside=True))
     checked = f"{_PROGRAM}/kernels_cuda {shlex.quote('--gtest_filter=' + ':'.join(CHECKED))}"
     for tool in ("racecheck", "synccheck", "memcheck"):
         command = f"compute-sanitizer --tool {tool} --error-exitcode 1 {checked}"
-        parts.append(Part(tool, 60, command, PROGRAMS))
+        parts.append(Part(tool, 60, command, PROGRAMS, beside=True))
     return parts
 
 
 def _tests(name: str, limit: float, words: str) -> Part:
-    pytest = '"$PYTHON" -m pytest -v --tb=short --durations=5 -rfE -o cache_dir=build/gpu/pytest'
+    """Tests in Python; in the second call, only those that failed."""
+    pytest = '"$PYTHON" -m pytest -v --tb=short --durations=5 -rfE'
+    words += ' --last-failed -o cache_dir="$OUTPUT/pytest"'
     return Part(name, limit, f"{pytest} {words}", EXTENSION)
 
 
@@ -67,49 +67,42 @@ def _cluster(name: str, limit: float, words: str) -> Part:
 _ATTACHED = "attached+start_powerSGD_iter=2+bucket_cap_mb"
 _INT8 = "int8-wire+start_powerSGD_iter=2+bucket_cap_mb"
 _TIMELINE = f"bench_timeline.py --steps 8 --methods none {_ATTACHED}=100:4 {_INT8}=100:16"
-_VARIANTS = (
-    f"bench_cluster.py --models gpt2 --rounds 10 --steps 4 --methods none {_ATTACHED}=100:4"
-    f" {_ATTACHED}=50:4 {_INT8}=100:16 {_ATTACHED}=100+NCCL_ALGO=allreduce:tree:4"
-    f" {_ATTACHED}=100+NCCL_PROTO=allreduce:LL:4"
+_STEPS = (
+    "bench_cluster.py --models gpt2 resnet50 --rounds 8 --steps 4"
+    f" --methods none {_ATTACHED}=100:4 {_ATTACHED}=50:4 {_INT8}=100:16"
 )
+_GPT2 = "bench_cluster.py --models gpt2"
 _LOCAL_STEPS = (
-    "bench_cluster.py --models gpt2 --rounds 3 --steps 10 --methods none"
-    " local-sgd+warmup_steps=2:16 diloco+warmup_steps=2+fragment_sync_delay=1:16"
+    f"{_GPT2} --rounds 3 --steps 10 --methods none local-sgd+warmup_steps=2:16"
+    " diloco+warmup_steps=2+fragment_sync_delay=1:16"
 )
-_LOSS = (
-    "bench_cluster.py --models gpt2 --rounds 0 --ranks 2 --learning-steps 300"
-    " --methods plain int8-wire:16"
-)
+_LOSS = f"{_GPT2} --rounds 0 --ranks 2 --learning-steps 300 --methods plain int8-wire:16"
 _KERNELS = (
-    f"{_PROGRAM}/bench_kernels --models gpt2 gpt2x4 gpt2x4+1 llama llama+1"
-    " --kinds float32 bfloat16/bfloat16 --ranks 4 16 32 --products bfloat16"
-    ' --json "$OUTPUT/kernels-record.json"'
+    f"{_PROGRAM}/bench_kernels --models gpt2 gpt2x4 gpt2x4+1 llama llama+1 --ranks 4 16 32"
+    ' --kinds float32 bfloat16/bfloat16 --products bfloat16 --json "$OUTPUT/kernels-record.json"'
 )
 _STAGES = "bench_stages.py --device cuda --models"
 
 
 def first_call() -> list[Part]:
     return [
+        *_checks(),
         Part("kernels", 40, _SHARDS.replace("PROGRAM", _PROGRAM), PROGRAMS),
         _tests("smoke", 60, "tests/python/training/test_smoke.py -k cuda"),
         _tests("test-nccl", 60, "tests/python/backend/test_cuda_nccl.py --maxfail=2"),
         _tests("test-cuda", 170, f"{_OTHER_TESTS} --maxfail=6"),
         _tests("test-torchft", 60, "tests/python/fault_tolerance/test_cuda_deaths.py"),
         _cluster("timeline", 60, _TIMELINE),
-        _cluster("variants", 100, _VARIANTS),
+        _cluster("cluster-steps", 120, _STEPS),
         _cluster("loss", 130, _LOSS),
         _cluster("local-steps", 50, _LOCAL_STEPS),
     ]
 
 
 def second_call(verdicts: Mapping[str, str]) -> list[Part]:
-    """First what was not well in the first call, and of tests only those that failed."""
-    left = [part for part in first_call() if verdicts.get(part.name) != OK]
+    """First what was not well in the first call, then records."""
     return [
-        *(
-            replace(p, command=f"{p.command} --last-failed") if "pytest" in p.command else p
-            for p in left
-        ),
+        *(part for part in first_call() if verdicts.get(part.name) != OK),
         Part("kernels-record", 60, _KERNELS, PROGRAMS, alone=True),
         _bench("stages", 60, f"{_STAGES} gpt2 llama resnet50 --ranks 4 16 32"),
         _bench("steps", 50, "bench_step.py"),
