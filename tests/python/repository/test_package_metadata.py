@@ -106,7 +106,7 @@ def test_a_wheel_takes_the_torch_that_it_was_built_with(
     assert re.fullmatch(rf"{VERSION}\+torch{re.escape(TORCH)}\.(cpu|cu\d+)", message["Version"])
     assert f"Repository, {REPOSITORY}" in message.get_all("Project-URL", [])
     assert message["Description-Content-Type"] == "text/markdown"
-    extras = {"bench", "demo", "docs", "lint", "rich", "test", "test-long", "test-torchtitan"}
+    extras = {"bench", "demo", "lint", "rich", "test", "test-long", "test-torchtitan"}
     assert set(message.get_all("Provides-Extra", [])) == extras
     assert relative_targets(str(message.get_payload())) == []
     scripts = importlib.metadata.PathDistribution(file.parent).entry_points
