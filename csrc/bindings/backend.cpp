@@ -17,7 +17,6 @@
 #include "bindings/stats.h"
 #include "powersgd/backend.h"
 #include "powersgd/interpreter.h"
-#include "powersgd/listening_ports.h"
 #include "powersgd/options.h"
 #include "powersgd/scope_override.h"
 
@@ -116,7 +115,6 @@ void register_backend(py::module_& module) {
           },
           "Calls probe(reached, bucket) as stage_probe.h says. It must not raise. For benchmarks.");
   module.def("shutdown_at_exit", &shutdown_at_exit, NoGil());
-  module.def("listen_within", &listen_within, py::arg("first"), py::arg("last"));
   module.def("push_override", &push_override);
   module.def("pop_override", &pop_override);
 }

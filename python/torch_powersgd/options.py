@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 _PREFIX = "POWERSGD_"
-# setup.py, the benchmarks, the CUDA kernels and ports.py read these.
+# setup.py, the benchmarks, and the CUDA kernels read these.
 _OTHER_VARIABLES = tuple(
-    f"{_PREFIX}{name}" for name in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH", "PORTS")
+    f"{_PREFIX}{name}" for name in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH")
 )
 
 
