@@ -97,14 +97,6 @@ void register_backend(py::module_& module) {
       // torch calls it on the parent for ranks that are not in a new group; only NCCL needs it.
       .def("perform_nocolor_split", [](BackendPowerSGD&, const at::Device&) {})
       .def(
-          "_fail_at",
-          [](BackendPowerSGD& self, const std::string& stage) {
-            self.session()->set_stage_probe([stage](const char* reached, int64_t) {
-              if (stage == reached) throw std::runtime_error("injected failure in " + stage);
-            });
-          },
-          "Makes every step fail before `stage`; '' ends it. For tests.")
-      .def(
           "_call_at_stages",
           [](BackendPowerSGD& self, py::function probe) {
             self.session()->set_stage_probe(

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 
 import torch_powersgd as tp
 from support import ranks
+from support.call_observer import exception_of
 from support.deadline import OPERATION, UNLIMITED
 from support.groups import backend_of_world, world
 from support.on_ranks import on_ranks
@@ -114,9 +115,12 @@ def test_works_that_the_peer_never_answers(rank: int, end: Callable[[], None]) -
     # The first is on the wire, where only Gloo's time-out ends it; the others never began.
     for work in works[1:]:
         assert work.is_completed()
-        for wait in (work.wait, work.get_future().wait):
+        assert not work.is_success()
+        assert "aborted" in str(exception_of(work, "aborted"))
+        chained = work.get_future().then(lambda done: done.value())
+        for ask in (work.wait, work.result, work.get_future().wait, chained.wait):
             with pytest.raises(RuntimeError, match="shut down or aborted"):
-                wait()
+                ask()
     store.set("rank 0 has ended its group", "1")
 
 
