@@ -10,7 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.cuda_ranks import INNERS, WORLD_SIZE, bits, compress, needs_cuda, options_of, run
+from support.cuda_ranks import INNERS, WORLD_SIZE, bits, needs_cuda, options_of, run
+from support.groups import compress
 from support.stages import run_stages
 from support.synthetic import (
     COMPRESSED,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.deadline import UNLIMITED
-from support.groups import world
+from support.groups import compress, world
 from support.on_ranks import on_ranks
 from support.synthetic import (
     SHAPES,
@@ -28,7 +28,6 @@ from support.synthetic import (
 OPTIONS = tp.Options.hook_defaults(
     start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=4096
 )
-ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
 
 OP_TIMEOUT = 1  # that of the groups is UNLIMITED, so that this one ends the waits
 
@@ -67,17 +66,18 @@ def test_a_peer_that_dies_is_an_error_on_the_others(waits: bool) -> None:
 
 def _wait_for_the_future(rank: int) -> None:
     _set_timeout(OP_TIMEOUT)
-    dist.all_reduce(gradient([64, 64], rank), async_op=True).get_future().wait()
+    compress(gradient([64, 64], rank), async_op=True).get_future().wait()
 
 
 def _timeout_of_one_call(rank: int) -> None:
     call = dist.AllreduceOptions()
     call.timeout = timedelta(seconds=OP_TIMEOUT)
-    world().allreduce([gradient([64, 64], rank)], call).wait()
+    with tp.scope("always"):
+        world().allreduce([gradient([64, 64], rank)], call).wait()
 
 
 @pytest.mark.parametrize("call", [_wait_for_the_future, _timeout_of_one_call])
-@on_ranks(options=ALWAYS, op_timeout=UNLIMITED)
+@on_ranks(options=OPTIONS, op_timeout=UNLIMITED)
 def test_a_rank_that_never_calls_is_a_timeout(rank: int, call: Callable[[int], None]) -> None:
     dist.barrier()
     if rank == 0:
