@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 
 _PREFIX = "POWERSGD_"
-# setup.py, the benchmarks, and the CUDA kernels read these.
-_OTHER_VARIABLES = tuple(
-    f"{_PREFIX}{name}" for name in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH")
-)
+# setup.py and the benchmarks read these.
+_OTHER_VARIABLES = (f"{_PREFIX}BUILD_CUDA", f"{_PREFIX}COMMIT")
 
 
 @dataclass(frozen=True)

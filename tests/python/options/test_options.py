@@ -180,7 +180,7 @@ def test_an_unknown_variable_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("POWERSGD_RANK", "4")
-    for known in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH"):
+    for known in ("BUILD_CUDA", "COMMIT"):
         monkeypatch.setenv(f"POWERSGD_{known}", "0")
     monkeypatch.setenv("POWERSGD_MIN_NUMEL", "22")
     resolve(None)
