@@ -162,6 +162,9 @@ def test_all_files_name_the_same_pythons() -> None:
     assert f'target-version = "py{oldest.replace(".", "")}"' in project  # of ruff
     assert f"| Python | {', '.join(pythons)};" in install
     assert f"Python {oldest} to {newest}," in _text("README.md")
+    torches = re.search(r"torch: \[(.*)\]", _text(".github/workflows/wheels.yml"))
+    assert torches
+    assert "| torch | {} |".format(torches[1].replace('"', "")) in install
     wheels = re.search(r"python: \[(.*)\]", _text(".github/workflows/wheels.yml"))
     assert wheels
     assert re.findall(r"3\.\d+", wheels[1]) == pythons
