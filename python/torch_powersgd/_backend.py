@@ -21,6 +21,7 @@ from torch_powersgd.group_backends import (
     find_backend,
     served_device_types,
 )
+from torch_powersgd.option_values import must_be, require
 from torch_powersgd.options import Options, resolve
 from torch_powersgd.store_agreement import CollectiveCall, count_call, equality_of, store_of_call
 
@@ -145,8 +146,7 @@ def _inner_name(options: Options, device: str) -> str:
         name = dist.Backend.default_device_backend_map[device]
         if name == NAME:  # set for libraries that look up their backend there
             name = PLAIN_BACKENDS[device]
-    if name == NAME:
-        raise ValueError("inner must be the name of the backend to wrap, got 'powersgd' itself")
+    require(name != NAME, "inner", "the name of another backend, to wrap", name)
     return name
 
 
@@ -180,10 +180,8 @@ def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOpti
     if plugin is not None:
         return cast("Backend", plugin.creator_fn(store, rank, size, timeout))
     registered = ["gloo", "nccl", *(key.lower() for key in dist.Backend._plugins)]
-    raise ValueError(
-        f"inner must be 'auto' or one of {sorted(set(registered) - {NAME})}, got {name!r}, which "
-        "this build of torch does not have"
-    )
+    known = sorted(set(registered) - {NAME})
+    raise must_be("inner", f"'auto' or a backend that this build of torch has, of {known}", name)
 
 
 def _connect_engine(

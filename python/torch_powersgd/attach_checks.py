@@ -16,7 +16,7 @@ from torch_powersgd import fsdp
 from torch_powersgd._backend import compare_options
 from torch_powersgd._core import _C
 from torch_powersgd.group_backends import check_alive, find_backend
-from torch_powersgd.option_values import dtype_name
+from torch_powersgd.option_values import dtype_name, require
 from torch_powersgd.options import Options, lay_over
 from torch_powersgd.store_agreement import error_as_arguments, next_call
 from torch_powersgd.targets import NamedTensors, Target
@@ -144,8 +144,8 @@ def _propose(
     previous: Previous | None,
 ) -> Proposal:
     target.check()
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ValueError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    fits = isinstance(scaler, torch.amp.GradScaler | None)
+    require(fits, "scaler", "a torch.amp.GradScaler", type(scaler))
     if scaler is not None and isinstance(target, NamedTensors):
         raise ValueError(
             "attach takes a scaler only with a module; with tensors, set compression.grad_scale "

@@ -26,7 +26,7 @@ from torch_powersgd._core import _C
 from torch_powersgd.attach_checks import Previous
 from torch_powersgd.ddp import Hook, python_hook
 from torch_powersgd.group_backends import next_call_on
-from torch_powersgd.option_values import positive
+from torch_powersgd.option_values import positive, require
 from torch_powersgd.options import Options
 from torch_powersgd.store_agreement import (
     Compare,
@@ -183,8 +183,7 @@ class Compression(Stateful):
                 raise ValueError(f"all_reduce takes the tensors that were attached: {what}")
             tensors = [tensors[name] for name in names]
         for name, tensor in zip(names, tensors, strict=False):  # the core checks the number
-            if not isinstance(tensor, torch.Tensor):
-                raise ValueError(f"{name!r} must be a tensor, got {type(tensor).__name__}")
+            require(isinstance(tensor, torch.Tensor), repr(name), "a tensor", type(tensor))
         return self._tensors.all_reduce([shard_of(tensor) for tensor in tensors], find_absent)
 
     def stats(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd._core import _C
-from torch_powersgd.option_values import shown
+from torch_powersgd.option_values import require
 from torch_powersgd.store_agreement import CollectiveCall, next_call
 
 # The backend string of a job whose gradients are on this type of device.
@@ -46,10 +46,8 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         raise ValueError(
             "there is no process group: call torch.distributed.init_process_group first"
         )
-    if not isinstance(group, dist.ProcessGroup):  # torch returns -100 on ranks outside the group.
-        raise ValueError(
-            f"group must be a process group that this process belongs to, got {shown(group)}"
-        )
+    is_group = isinstance(group, dist.ProcessGroup)  # torch returns -100 on ranks outside it.
+    require(is_group, "group", "a process group that this process belongs to", group)
     return group
 
 

@@ -26,7 +26,7 @@ from torch_powersgd.local_steps import averaging
 from torch_powersgd.local_steps.averaging import known_ranks, same_processes
 from torch_powersgd.local_steps.fragment import Tensors, reshard
 from torch_powersgd.local_steps.watch import takes_local_steps
-from torch_powersgd.option_values import dtype_name, is_bool, shown
+from torch_powersgd.option_values import dtype_name, is_bool, require
 from torch_powersgd.reduction_checks import parameters_of
 from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments
 from torch_powersgd.targets import NamedTensors, shard_of
@@ -50,17 +50,12 @@ class Schedule:
             ("fragment_sync_delay", 0),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or is_bool(value) or value < least:
-                raise ValueError(f"{name} must be an integer >= {least}, got {shown(value)}")
-        if self.sync_every % self.fragments:
-            raise ValueError(
-                f"fragments must divide sync_every={self.sync_every}, got {self.fragments}"
-            )
-        if self.fragment_sync_delay >= self.sync_every:
-            raise ValueError(
-                f"fragment_sync_delay must be less than sync_every={self.sync_every}, got "
-                f"{self.fragment_sync_delay}"
-            )
+            fits = isinstance(value, int) and not is_bool(value) and value >= least
+            require(fits, name, f"an integer >= {least}", value)
+        whole, period = self.sync_every, f"sync_every={self.sync_every}"
+        require(whole % self.fragments == 0, "fragments", f"a divisor of {period}", self.fragments)
+        delay = self.fragment_sync_delay
+        require(delay < whole, "fragment_sync_delay", f"less than {period}", delay)
 
     def due(self, step: int) -> tuple[int | None, int | None]:
         """Returns the fragments whose rounds begin and end after a step, counted from 1."""
@@ -145,8 +140,7 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
         ("average_buffers", bool, "a bool"),
     ):
         value = getattr(arguments, name)
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} must be {text}, got {type(value).__name__}")
+        require(isinstance(value, kind), name, text, type(value))
     _check_optimizers(arguments.optimizers)
     schedule.check()
     _check_averages(model, group)
@@ -155,11 +149,8 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
     _check_not_split(module, arguments.optimizers, group)
     everything = dict(module.named_parameters())
     trained = {name: p for name, p in everything.items() if p.requires_grad and p.numel()}
-    if len(trained) < schedule.fragments:
-        raise ValueError(
-            f"fragments must be at most {len(trained)}, the number of trainable parameters, got "
-            f"{schedule.fragments}"
-        )
+    most = f"at most {len(trained)}, the number of trainable parameters"
+    require(schedule.fragments <= len(trained), "fragments", most, schedule.fragments)
     _check_held(arguments.optimizers, trained)
     arguments.check_trained(trained)
     if name := takes_local_steps(trained):
@@ -180,14 +171,10 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
 
 
 def _check_optimizers(optimizers: Sequence[Any]) -> None:
-    if not optimizers:
-        raise ValueError("optimizer must be a torch.optim.Optimizer or a list of them, got none")
+    wanted = "a torch.optim.Optimizer or a list of them"
+    require(len(optimizers) > 0, "optimizer", wanted, [])
     for i, optimizer in enumerate(optimizers):
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(
-                "optimizer must be a torch.optim.Optimizer or a list of them, got "
-                f"{type(optimizer).__name__}"
-            )
+        require(isinstance(optimizer, Optimizer), "optimizer", wanted, type(optimizer))
         if any(other is optimizer for other in optimizers[:i]):
             raise ValueError(
                 f"optimizer must not list the same {type(optimizer).__name__} twice, for it takes "
