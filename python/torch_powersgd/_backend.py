@@ -92,13 +92,11 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         ValueError: On every rank alike, if any rank's options are invalid or two ranks' differ, or
             if a rank creates a group of another backend.
     """
-    options = Options()
-    try:
+
+    def make() -> tuple[Options, dict[str, Any]]:
         ports.apply()
         options = resolve(pg_options)
-        mine = {"kernels": _C.kernels_version, **options._plain()}
-    except Exception as error:  # Of any type: the other ranks wait for it.
-        mine = {"error": str(error)}
+        return options, {"kernels": _C.kernels_version, **options._plain()}
 
     def other_backend(call: CollectiveCall, absent: list[int]) -> str:
         # A gloo group created instead of this one stores its address under this key.
@@ -118,8 +116,7 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         dist_options.timeout,
         other_backend,
     )
-    call.agree(mine, compare_options)
-    return options
+    return call.agree_on(make, compare_options)[0]
 
 
 def compare_options(everyone: list[dict[str, Any]]) -> str:

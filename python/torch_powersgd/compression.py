@@ -23,17 +23,12 @@ from torch_powersgd import (
     stats,
 )
 from torch_powersgd._core import _C
+from torch_powersgd.agreement import agree
 from torch_powersgd.attach_checks import Previous
 from torch_powersgd.ddp import Hook, python_hook
-from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.option_values import positive, require
 from torch_powersgd.options import Options
-from torch_powersgd.store_agreement import (
-    Compare,
-    absent_from,
-    equality_of,
-    error_as_arguments,
-)
+from torch_powersgd.store_agreement import absent_from, equality_of
 from torch_powersgd.summary import summary
 from torch_powersgd.targets import Target, shard_of
 
@@ -269,7 +264,7 @@ class Compression(Stateful):
         """
         states = self._reducer.states
         if not per_rank:
-            self._agree("state_dict", {"step": states.step})
+            self._agree_on_step("state_dict")
         state = checkpoint.of_states(states, per_rank)
         if self._wrapper is not None:
             self._wrapper.note_saved()
@@ -293,14 +288,13 @@ class Compression(Stateful):
                 processes have states of different steps or, without ``per_rank``, of different
                 content. A state with ``per_rank`` fits only its own process, of as many processes.
         """
-        loaded: checkpoint.Loaded | None = None
-        try:
+        names = self._names
+
+        def make() -> tuple[checkpoint.Loaded, dict[str, Any]]:
             loaded = self._read(state_dict)
-            mine = loaded.plain()
-        except Exception as invalid:  # Of any type: the other processes wait for it.
-            mine = error_as_arguments(invalid)
-        self._agree("load_state_dict", mine, checkpoint.compare)
-        assert loaded is not None  # otherwise _agree raised
+            return loaded, {**names, **loaded.plain()}
+
+        loaded, _ = agree(self.group, "load_state_dict", make, checkpoint.compare)
         loaded.into(self._reducer.states)
         if self._speaks:
             many = "parameter" if loaded.parameters == 1 else "parameters"
@@ -384,7 +378,7 @@ class Compression(Stateful):
             ValueError: On every process, if one doesn't call it.
         """
         reducer = self._reducer
-        self._agree("detach", {"step": reducer.states.step})
+        self._agree_on_step("detach")
         reducer.detach()
         self._ended = "it was detached"
         self._end()
@@ -428,13 +422,14 @@ class Compression(Stateful):
         own = f"process {self.group.rank()} of {self.group.size()}" if named else ""
         return ", ".join(filter(None, (self._shard, own)))
 
-    def _agree(self, function: str, mine: dict[str, Any], compare: Compare | None = None) -> None:
-        """Waits until all processes have made the same call. An error names those that don't."""
-        # All compressions of a group share the count of calls, so the names tell them apart.
-        names = zlib.crc32(repr(self._reducer.states.names).encode())
-        mine = {**mine, checkpoint.NAMES: names}
-        same = equality_of(f"the calls of {function}")
-        next_call_on(self.group, function).agree(mine, compare or same)
+    def _agree_on_step(self, call: str) -> None:
+        mine = {**self._names, "step": self._reducer.states.step}
+        agree(self.group, call, lambda: (None, mine), equality_of(f"the calls of {call}"))
+
+    @property
+    def _names(self) -> dict[str, Any]:
+        """Tells the compressions of a group apart, which share its count of calls."""
+        return {checkpoint.NAMES: zlib.crc32(repr(self._reducer.states.names).encode())}
 
 
 def _bucket_bytes(target: Target) -> int:

@@ -17,19 +17,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_powersgd import fsdp
+from torch_powersgd import agreement, fsdp
 from torch_powersgd._core import _C
-from torch_powersgd.attach_checks import first_difference
+from torch_powersgd.attach_checks import described, first_difference
 from torch_powersgd.ddp import in_local_steps
-from torch_powersgd.group_backends import next_call_on
+from torch_powersgd.group_backends import group_or_default
 from torch_powersgd.local_steps import averaging
 from torch_powersgd.local_steps.averaging import known_ranks, same_processes
 from torch_powersgd.local_steps.fragment import Tensors, reshard
 from torch_powersgd.local_steps.watch import takes_local_steps
-from torch_powersgd.option_values import dtype_name, is_bool, require
+from torch_powersgd.option_values import is_bool, require
 from torch_powersgd.reduction_checks import parameters_of
-from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments
-from torch_powersgd.targets import NamedTensors, shard_of
+from torch_powersgd.store_agreement import Compare, equality_of
+from torch_powersgd.targets import shard_of
 
 
 @dataclass(frozen=True)
@@ -101,21 +101,17 @@ def agree(function: str, arguments: Arguments) -> Found:
     Raises:
         ValueError: On every process, if an argument is not valid or differs.
     """
-    group = NamedTensors({}).group(arguments.group)
-    call = next_call_on(group, function)
-    found = None
-    try:
+    group = group_or_default(arguments.group)
+
+    def make() -> tuple[Found, dict[str, Any]]:
         found = _find(arguments, group)
-        mine = {**dataclasses.asdict(arguments.schedule), "number of buffers": len(found.buffers)}
-        mine["tensors"] = [
-            f"{name!r} {dtype_name(tensor.dtype)} {list(tensor.shape)}"
-            for name, tensor in found.shared.items()
-        ]
-    except Exception as invalid:  # Of any type: the other processes wait for it.
-        mine = error_as_arguments(invalid)
-    call.agree(mine, _comparison(function))
-    assert found is not None  # otherwise agree() raised
-    return found
+        numbers = {
+            **dataclasses.asdict(arguments.schedule),
+            "number of buffers": len(found.buffers),
+        }
+        return found, {**numbers, "tensors": described(found.shared)}
+
+    return agreement.agree(group, function, make, _comparison(function))[0]
 
 
 def _comparison(function: str) -> Compare:

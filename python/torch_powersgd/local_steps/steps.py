@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_powersgd import grad_scaler, log
+from torch_powersgd.agreement import agree
 from torch_powersgd.checkpoint import PerRank
-from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps import averaging, checks, counting, state, summary
 from torch_powersgd.local_steps.checks import Arguments, Schedule
 from torch_powersgd.local_steps.exact import Buffers, Frozen
@@ -301,12 +301,14 @@ class LocalSGD(Stateful):
         function = f"{type(self).__name__}.{method}"
         same = equality_of(f"the calls of {function}")
         given = {"call": {**mine, "number of rounds begun": self._begun}, "own": own}
-        found: list[Any] = next_call_on(self.group, function).agree(
-            given,
+        _, everyone = agree(
+            self.group,
+            function,
+            lambda: (None, given),
             lambda everyone: same([of["call"] for of in everyone]),
             lambda everyone: [of["own"] for of in everyone],
         )
-        return found
+        return list(everyone)
 
     @property
     def _begun(self) -> int:
@@ -371,7 +373,7 @@ class LocalSGD(Stateful):
         compare = equality_of(
             f"the models that are loaded after {kind} was created, without a state of {kind},"
         )
-        next_call_on(self.group, f"load_state_dict of the model of {kind}").agree(mine, compare)
+        agree(self.group, f"load_state_dict of the model of {kind}", lambda: (None, mine), compare)
         for fragment in self._fragments:
             fragment.restart()
         self._loads.begin()
