@@ -381,7 +381,7 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: tp.LocalSGD(model, sgd, 0), "sync_every must be an integer >= 1, got 0"),
         (lambda: tp.LocalSGD(model, sgd, 1.5), "sync_every must be an integer >= 1, got"),  # type: ignore[arg-type]
-        (lambda: tp.LocalSGD(model, sgd, 4, fragments=3), "fragments must divide sync_every=4"),
+        (lambda: tp.LocalSGD(model, sgd, 4, fragments=3), "fragments must be a divisor of sync"),
         (
             lambda: tp.LocalSGD(model, sgd, 6, fragments=6),
             "at most 4, the number of trainable parameters",
