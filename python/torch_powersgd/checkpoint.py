@@ -11,14 +11,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch_powersgd import checkpoint_checks, checksum
 from torch_powersgd._core import _C
 from torch_powersgd.checkpoint_checks import LOCAL_FIELDS, VERSION
-from torch_powersgd.options import Options
+from torch_powersgd.options import from_core, to_plain
 
 
 def of_states(states: _C.ModelStates, per_rank: bool) -> dict[str, Any]:
     """Returns the state of a checkpoint. Collective without ``per_rank``."""
     state: dict[str, Any] = {
         "version": VERSION,
-        "options": Options._from_core(states.options)._plain(),
+        "options": to_plain(from_core(states.options)),
         "step": states.step,
         "grad_scale": states.grad_scale,
         "per_rank": per_rank,

@@ -72,7 +72,7 @@ def load(
     parts = zip(fragments, state["fragments"].values(), loaded, strict=True)
     for fragment, saved, compression in parts:
         fragment.discard()  # Its mean would move parameters that may have been loaded already.
-        compression.into(fragment.compression._reducer.states)
+        compression.into(fragment.attachment.reducer.states)
         with torch.no_grad():
             for name, anchor in fragment.anchors.items():
                 anchor.copy_(saved["anchors"][name])
@@ -106,7 +106,7 @@ def _check(now: Progress, fragments: Sequence[Fragment], state: Any) -> list[Loa
         fits = isinstance(part, dict) and {"anchors", "compression"} <= part.keys()
         _require(fits, f"fragment {name}", "a dict of anchors and compression", part)
         _check_form("anchors", fragment.anchors, part["anchors"])
-        loaded.append(fragment.compression._read(part["compression"]))
+        loaded.append(fragment.attachment.read(part["compression"]))
     kinds = {compression.mean is None for compression in loaded}
     _require(len(kinds) == 1, "per_rank", "the same in all fragments", kinds)
     return loaded

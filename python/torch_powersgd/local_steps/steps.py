@@ -202,7 +202,7 @@ class LocalSGD(Stateful):
         """
         if self._last_stats:
             return dict(self._last_stats)
-        counts = [fragment.compression._reducer.stats() for fragment in self._fragments]
+        counts = [fragment.attachment.reducer.stats() for fragment in self._fragments]
         before = self._taken * sum(fragment.gradient_bytes for fragment in self._fragments)
         after = self._buffers.sent + sum(count["bytes_after"] for count in counts)
         whole = sum(count["compressed_bytes_before"] for count in counts)

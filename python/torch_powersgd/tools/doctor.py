@@ -20,7 +20,7 @@ from torch_powersgd._backend import NAME
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
 from torch_powersgd.group_backends import device_types
-from torch_powersgd.options import Options, from_environment, unknown_variables
+from torch_powersgd.options import Options, from_environment, to_core, unknown_variables
 from torch_powersgd.tools import tcp
 from torch_powersgd.tools.interfaces import host_address, is_loopback
 from torch_powersgd.tools.tables import say
@@ -234,7 +234,7 @@ def _failing_kernels() -> Iterator[Problem]:
         gradient = torch.outer(rows, columns).to(device).flatten() / (48 * 32)
         output = gradient.clone()
         try:
-            core = Options.hook_defaults(start_powerSGD_iter=0)._core()
+            core = to_core(Options.hook_defaults(start_powerSGD_iter=0))
             compressor = _C.BucketCompressor([[48, 32]], core, torch.float32, device)
             compressor.project(output, 0)
             compressor.orthogonalize()

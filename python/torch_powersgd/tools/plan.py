@@ -13,7 +13,7 @@ import torch
 from torch_powersgd._core import _C
 from torch_powersgd.matrices import as_reals, highest_rank
 from torch_powersgd.option_values import dtype_name
-from torch_powersgd.options import Options
+from torch_powersgd.options import Options, to_core
 from torch_powersgd.stats import ratio
 from torch_powersgd.tools.footprint import Footprint, assign_buckets, footprint_of
 from torch_powersgd.tools.tables import GAP, Table, say, terminal_width
@@ -45,7 +45,7 @@ class Row:
 
 def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
     """A row for each parameter that requires a gradient, in the order of the model."""
-    core = options._core()
+    core = to_core(options)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     reals = [as_reals(p) for _, p in named]
     matrices = [_C.matrix_shape(list(p.shape), []) for p in reals]

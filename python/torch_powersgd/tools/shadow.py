@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import log
 from torch_powersgd.ddp import Hook, check_hook, check_module, parameters_of
-from torch_powersgd.options import Options, lay_over
+from torch_powersgd.options import Options, lay_over, to_plain
 from torch_powersgd.store_agreement import equality_of, next_call
 from torch_powersgd.tools.shadow_compressors import Comparison, ShadowedLayer, average_exactly
 from torch_powersgd.tools.stage_times import milliseconds_of
@@ -166,7 +166,7 @@ def shadow(
         check_hook(ddp, replaceable="")
         if ddp.process_group.size() == 1:
             raise ValueError("shadow needs a group of at least two ranks, got one")
-        mine = {**compared[0]._plain(), "ranks": list(ranks), "steps": steps}
+        mine = {**to_plain(compared[0]), "ranks": list(ranks), "steps": steps}
     except (TypeError, ValueError) as error:
         mine = {"error": str(error)}
     compare = equality_of("the arguments of shadow")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch_powersgd._core import _C
 from torch_powersgd.group_backends import BACKENDS, find_backend
 from torch_powersgd.matrices import as_reals
-from torch_powersgd.options import Options
+from torch_powersgd.options import Options, to_core
 from torch_powersgd.scope import scope
 
 
@@ -67,7 +67,8 @@ class Comparison:
         backend = find_backend(self.group, device)
         assert backend is not None
         self.models = [
-            _C.BucketReducer(backend, self.names, self.parameters, each._core()) for each in options
+            _C.BucketReducer(backend, self.names, self.parameters, to_core(each))
+            for each in options
         ]
         self._sizes = [as_reals(parameter).numel() for parameter in self.parameters]
         # Squared norms by parameter, of each setting's errors and of the gradients.

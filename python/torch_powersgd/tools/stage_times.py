@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torch_powersgd._core import _C
 from torch_powersgd.matrices import as_reals
-from torch_powersgd.options import Options
+from torch_powersgd.options import Options, to_core
 from torch_powersgd.tools.footprint import Shape, elements_of, matrices_of
 
 REPEATS = 3
@@ -47,7 +47,7 @@ def _milliseconds(
     """The stages on this rank, while all others compute as well."""
     if not matrices_of([shape], options):
         return 0.0
-    compressor = _C.BucketCompressor([shape], options._core(), dtype, device.type)
+    compressor = _C.BucketCompressor([shape], to_core(options), dtype, device.type)
     gradient = torch.randn(elements_of([shape]), device=device, dtype=dtype)
     times = []
     for step in range(REPEATS + 1):  # the first one allocates

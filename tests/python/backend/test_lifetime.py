@@ -30,7 +30,7 @@ from support.synthetic import (
     make_ddp,
     step,
 )
-from torch_powersgd._backend import _create
+from torch_powersgd._backend import create
 
 ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
 
@@ -183,7 +183,7 @@ def _lost_backend(rank: int, number: int) -> None:
     options.store = dist.PrefixStore(f"backend {number}", ranks.side_store())
     options.group_rank, options.group_size = rank, 2
     options.timeout = timedelta(seconds=OPERATION)
-    backend: Any = _create(options, ALWAYS)
+    backend: Any = create(options, ALWAYS)
     backend.allreduce([gradient([64, 64], rank)]).get_future().then(lambda done: None).wait()
     works = [backend.allreduce([gradient([64, 64], rank)]) for _ in range(10 * (number % 2))]
     del backend

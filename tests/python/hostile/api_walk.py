@@ -34,6 +34,7 @@ from support.synthetic import (
     to_bytes,
     weights_of,
 )
+from torch_powersgd.options import from_core
 
 WORLD_SIZE = 2
 # The identity over some 20 steps in float32, as in test_identity; loading rounds once more.
@@ -178,7 +179,7 @@ class ApiWalk:
     def _default_options(self) -> tp.Options:
         from torch_powersgd.group_backends import find_backends
 
-        return tp.Options._from_core(find_backends(None)[0].options.compression)
+        return from_core(find_backends(None)[0].options.compression)
 
     def fail(self, where: str) -> Outcome:
         """A step that raises in the forward pass, or early or late in the backward pass."""
