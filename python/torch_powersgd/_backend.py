@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, _DistributedBackendOptions
 
-from torch_powersgd import log, ports
+from torch_powersgd import log
 from torch_powersgd._core import _C
 from torch_powersgd.group_backends import (
     PLAIN_BACKENDS,
@@ -41,9 +40,6 @@ def register() -> None:
     # upper-case key never matches, so a group made from a "device:backend" string has no default
     # backend and warns when it is destroyed. A lower-case key in front does match.
     dist.Backend._plugins = {NAME: dist.Backend._plugins[NAME.upper()], **dist.Backend._plugins}
-    # Now, so that torch's own Gloo groups use the ports too. A powersgd group raises any error.
-    with contextlib.suppress(ValueError):
-        ports.apply()
     atexit.register(_at_exit)
 
 
@@ -93,7 +89,6 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
     """
 
     def make() -> tuple[Options, dict[str, Any]]:
-        ports.apply()
         options = resolve(pg_options)
         return options, {"kernels": _C.kernels_version, **to_plain(options)}
 
@@ -159,8 +154,7 @@ def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOpti
         "group_name": dist_options.group_id,
     }
     if name == "gloo" and dist.is_gloo_available():
-        with ports.named():
-            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         _set(gloo.options, group)
         return cast("Backend", gloo)
     if name == "nccl" and dist.is_nccl_available():

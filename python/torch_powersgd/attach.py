@@ -51,8 +51,8 @@ def attach(
             tensors count. Of a DTensor, this process's shard is averaged.
         options: A complete ``Options``, or a mapping of the fields that differ from the options of
             the process group. None: the options of the process group.
-        scaler: The GradScaler of the training, if any. The residuals then follow its scale, and
-            keep what was sent in a step that it skips.
+        scaler: The GradScaler of the training, if any. It rescales the residuals when the loss
+            scale changes, and restores them when it skips a step.
         group: For an FSDP2 module whose mesh has no dimension of replicas, the group of the
             processes that hold the same shards. For tensors, the group to average over, with a
             powersgd backend for their device; None is the default group. A DDP module has its own.

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 
 _PREFIX = "POWERSGD_"
-# setup.py, the benchmarks, the CUDA kernels and ports.py read these.
-_OTHER_VARIABLES = tuple(
-    f"{_PREFIX}{name}" for name in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH", "PORTS")
-)
+# setup.py and the benchmarks read these.
+_OTHER_VARIABLES = (f"{_PREFIX}BUILD_CUDA", f"{_PREFIX}COMMIT")
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ class Options:
         compression_stats_logging_frequency: Number of steps between two summaries in the log.
         scope: Which tensors may be compressed. ``"backward"``: attached models and, in a group
             where nothing was ever attached, large flat tensors that are reduced during a backward
-            pass. ``"attached"``: attached models only. ``"always"``: every eligible tensor.
-            ``"never"``: nothing.
+            pass. ``"attached"``: attached models only. ``"never"``: nothing.
         min_numel: Minimum number of elements of a flat tensor that ``"backward"`` compresses.
         inner: Name of the backend to wrap: ``"gloo"``, ``"nccl"``, or one that was registered with
             torch before. ``"auto"``: gloo for CPUs, nccl for CUDA.

@@ -27,7 +27,7 @@ from torch_powersgd._core import _C
 from torch_powersgd.ddp import conversion_error, in_local_steps, named_parameters_of
 
 # Warn after more optimizer steps than this without an average, and look this often for parameters
-# that are not averaged. A job that accumulates gradients steps only after an average.
+# that are not averaged. Gradient accumulation is no false alarm, as it steps only after an average.
 INTERVAL = 20
 
 _SHOWN = 3  # names in a warning

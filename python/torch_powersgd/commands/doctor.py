@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from torch_powersgd import ports
 from torch_powersgd.tools import doctor, peer
 
 DOCTOR = """\
@@ -50,7 +49,6 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.listen is None and arguments.peer is None:
         return 0 if doctor.print_report() else 1
-    ports.allowed()  # raises an error if POWERSGD_PORTS is wrong
     if found := [*doctor.network_refused()]:
         doctor.print_verdict(found)
         return 1

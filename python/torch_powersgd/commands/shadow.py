@@ -103,7 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
                     f"{arguments.step} changed no parameter, so these are the errors of a model "
                     "that is not trained: call optimizer.step() in it."
                 )
-            print(f"\n{measured}")
+            print()
+            say(str(measured))
     return 0
 
 

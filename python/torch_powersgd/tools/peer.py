@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_powersgd import ports
 from torch_powersgd.tools.doctor import Problem, Rows, print_rows, print_verdict
 from torch_powersgd.tools.interfaces import gloo_address, interface_of, is_loopback
 from torch_powersgd.tools.line import Line
@@ -150,35 +149,29 @@ def _told_apart(mine: Host, theirs: Host) -> tuple[Host, Host]:
 def _listening(connection: socket.socket) -> Iterator[Host]:
     """Listens as a group would, or on the connection's address if Gloo has none."""
     own, sees = connection.getsockname()[0], connection.getpeername()[0]
-    listens, allowed, token = gloo_address() or own, ports.allowed(), secrets.token_hex(8)
+    listens, token = gloo_address() or own, secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
-        servers = list(_servers(listens, allowed))
+        servers = list(_servers(listens))
         for server in servers:
             stack.enter_context(server)
             threading.Thread(target=_greet, args=(server, token), daemon=True).start()
         yield Host(
             _name(), own, sees, listens, interface_of(own),
-            [server.getsockname()[1] for server in servers], _open(allowed), token,
+            [server.getsockname()[1] for server in servers], _open(), token,
         )  # fmt: skip
 
 
-def _servers(address: str, allowed: range | None) -> Iterator[socket.socket]:
-    """Sockets that listen on the first and the last free port, or on one that the system picks."""
+def _servers(address: str) -> Iterator[socket.socket]:
+    """A socket that listens on a port that the system picks, if one is free."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    orders = [allowed, reversed(allowed)] if allowed else [range(1)]
-    for order in orders:
-        for port in order:
-            with contextlib.suppress(OSError):
-                yield socket.create_server((address, port), family=family)
-                break
+    with contextlib.suppress(OSError):
+        yield socket.create_server((address, 0), family=family)
 
 
-def _open(allowed: range | None) -> str:
-    if allowed:
-        return f"{allowed[0]}-{allowed[-1]} ({ports.VARIABLE})"
+def _open() -> str:
     with open(EPHEMERAL) as file:
         first, last = file.read().split()
-    return f"{first}-{last} (net.ipv4.ip_local_port_range), or those of {ports.VARIABLE}"
+    return f"{first}-{last} (net.ipv4.ip_local_port_range)"
 
 
 def _greet(server: socket.socket, token: str) -> None:
@@ -210,7 +203,7 @@ def _refused(here: Host, there: Host, blocked: list[Any]) -> Iterator[Problem]:
     if not there.ports:
         yield Problem(
             f"{there.name} cannot listen on {there.listens}: no port in {there.open} is free",
-            f"Set {ports.VARIABLE} to a wider range there",
+            "Set the sysctl net.ipv4.ip_local_port_range to a wider range there",
         )
     for why in dict.fromkeys(why for _, why in blocked):
         which = " and ".join(str(port) for port, reason in blocked if reason == why)

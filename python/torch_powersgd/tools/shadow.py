@@ -18,7 +18,6 @@ from torch_powersgd.ddp import Hook, check_hook, check_module, parameters_of
 from torch_powersgd.options import Options, lay_over, to_plain
 from torch_powersgd.store_agreement import equality_of, next_call
 from torch_powersgd.tools.shadow_compressors import Comparison, ShadowedLayer, average_exactly
-from torch_powersgd.tools.stage_times import milliseconds_of
 
 RANKS = (1, 4, 16)
 STEPS = 50
@@ -27,7 +26,7 @@ STEPS = 50
 class Shadow:
     """The compressors that run alongside a model's exact training. ``shadow`` returns it.
 
-    ``print(shadow)`` shows a table once it is done.
+    ``print(shadow)`` shows the errors once it is done.
 
     Attributes:
         ranks: Ranks of the approximation that are compared.
@@ -69,9 +68,10 @@ class Shadow:
     def __str__(self) -> str:
         if not self.done:
             return f"shadow has taken {self.step} of {self.steps} steps"
-        from torch_powersgd.tools.shadow_table import table_of
-
-        return table_of(self.layers, self._errors, self.steps)
+        errors = ", ".join(
+            f"{error:.3f} at matrix rank {rank}" for rank, error in self._errors.items()
+        )
+        return f"error of the compressed gradients over {self.steps} steps: {errors}"
 
     def _hook(self) -> Hook:
         def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -102,9 +102,8 @@ class Shadow:
         """Makes the layers' records, and reports what was found."""
         found = self._comparison
         self._errors = dict(zip(self.ranks, found.errors(), strict=True))
-        errors = found.errors_of_parameters()
-        for i, (rank, model) in enumerate(zip(self.ranks, found.models, strict=True)):
-            milliseconds = milliseconds_of(found.parameters, found.options[i], found.group)
+        of_parameters = found.errors_of_parameters()
+        for rank, model, errors in zip(self.ranks, found.models, of_parameters, strict=True):
             self.layers[rank] = [
                 ShadowedLayer(
                     layer.name,
@@ -113,18 +112,14 @@ class Shadow:
                     error,
                     layer.bytes_before,
                     layer.bytes_after,
-                    spent,
                 )
-                for layer, parameter, error, spent in zip(
-                    model.states.layers(), found.parameters, errors[i], milliseconds, strict=True
+                for layer, parameter, error in zip(
+                    model.states.layers(), found.parameters, errors, strict=True
                 )
             ]
         found.close()
         if self._averaging.rank() == 0:
-            each = ", ".join(
-                f"{self._errors[rank]:.2f} at matrix rank {rank}" for rank in self.ranks
-            )
-            log.notice(f"error of the compressed gradients over {self.steps} steps: {each}")
+            log.notice(str(self))
 
 
 def shadow(
@@ -137,8 +132,8 @@ def shadow(
 
     Keep training as usual. In each of the next ``steps`` synchronized backward passes, the
     gradients are averaged exactly, and PowerSGD compresses copies of them at each of the ranks. Its
-    factors are sent, so these steps take longer. Afterwards ``print(shadow)`` shows the error, the
-    bytes and the time of each layer at each rank, and training continues exactly.
+    factors are sent, so these steps take longer. Afterwards ``print(shadow)`` shows the error at
+    each rank, ``layers`` has that of each parameter, and training continues exactly.
 
     The module's group needs no powersgd backend. This takes the module's only communication hook,
     so wrap the model in DDP again before you attach it.

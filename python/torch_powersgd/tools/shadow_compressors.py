@@ -29,7 +29,6 @@ class ShadowedLayer:
             error feedback. The error may exceed 1, because out also has what earlier steps left.
         bytes_before: Bytes of its gradient.
         bytes_after: Bytes that a step sends in its place.
-        milliseconds: Milliseconds that the stages take for it alone, on the slowest rank.
     """
 
     name: str
@@ -38,7 +37,6 @@ class ShadowedLayer:
     error: float
     bytes_before: int
     bytes_after: int
-    milliseconds: float
 
 
 class Comparison:

@@ -19,17 +19,14 @@ import pytest
 import torch_powersgd.__main__
 from support import launch
 from support.deadline import DEADLOCK
-from torch_powersgd import ports
 from torch_powersgd.tools import interfaces, line, peer
 
 HERE = peer.Host("a", "10.0.0.1", "10.0.0.2", "10.0.0.1", "eth0", [7], "7-9", "token of a")
 THERE = peer.Host("b", "10.0.0.2", "10.0.0.1", "10.0.0.2", "eth1", [8], "7-9", "token of b")
 
 
-def _doctors(port: int, allowed: str, blocks: bool) -> None:
+def _doctors(port: int, blocks: bool) -> None:
     """Runs --listen on rank 0, which may listen on no other port, and --peer on rank 1."""
-    if allowed:
-        os.environ[ports.VARIABLE] = allowed
     if os.environ["RANK"] == "0":
         if blocks:
             peer._servers = _deaf
@@ -44,23 +41,21 @@ def _doctors(port: int, allowed: str, blocks: bool) -> None:
     assert peer.visit("127.0.0.1", port) is not blocks
 
 
-def _deaf(address: str, allowed: range | None) -> Iterator[socket.socket]:
+def _deaf(address: str) -> Iterator[socket.socket]:
     """A socket that has a port and refuses connections."""
     deaf = socket.socket()
     deaf.bind((address, 0))
     yield deaf
 
 
-def _said(folder: Path, allowed: str, blocks: bool) -> list[str]:
+def _said(folder: Path, blocks: bool) -> list[str]:
     """What the one that listens says, and the other one."""
-    outputs = launch.run(2, _doctors, launch.free_port(), allowed, blocks, folder=folder)
+    outputs = launch.run(2, _doctors, launch.free_port(), blocks, folder=folder)
     return [" ".join(output.stdout.split()) for output in outputs]
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_both_sides_hear_that_all_is_well(fixed: bool, tmp_path: Path) -> None:
-    first = launch.free_port()
-    for said in _said(tmp_path, f"{first}-{first + 99}" if fixed else "", blocks=False):
+def test_both_sides_hear_that_all_is_well(tmp_path: Path) -> None:
+    for said in _said(tmp_path, blocks=False):
         assert "These hosts can train together. link" in said
         assert "store port" in said
         assert " ms bandwidth " in said
@@ -87,13 +82,11 @@ def test_the_other_host_is_told_an_address(
 
 
 def test_both_sides_hear_of_a_blocked_port(tmp_path: Path) -> None:
-    first = launch.free_port()
-    allowed = f"{first}-{first + 99}"
-    listener, visitor = _said(tmp_path, allowed, blocks=True)
+    listener, visitor = _said(tmp_path, blocks=True)
     assert "connected and left" in listener
     for said in (listener, visitor):
         assert "Connection refused. Open TCP ports" in said
-        assert f"{allowed} (POWERSGD_PORTS) of" in said
+        assert "(net.ipv4.ip_local_port_range) of" in said
         problems = said.split("These hosts cannot train together yet:")[1].split(" link ")[0]
         assert " 2. " not in problems, "the other way is open"
 
@@ -182,7 +175,7 @@ def test_a_port_that_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_another_host_at_the_address_is_not_taken_for_the_peer() -> None:
-    with next(peer._servers("127.0.0.1", None)) as server:
+    with next(peer._servers("127.0.0.1")) as server:
         threading.Thread(target=peer._greet, args=(server, "token of c"), daemon=True).start()
         port = server.getsockname()[1]
         there = dataclasses.replace(THERE, listens="127.0.0.1", own="127.0.0.1", ports=[port])
@@ -260,7 +253,7 @@ def test_gloo_listens_on_an_address_that_the_host_has(
     there = dataclasses.replace(THERE, listens=expected)
     (problem,) = peer._refused(HERE, there, peer._blocked(there))
     assert "export GLOO_SOCKET_IFNAME=eth1" in problem.remedy, "only this host reaches it"
-    with next(peer._servers(expected, None)) as server:
+    with next(peer._servers(expected)) as server:
         assert server.getsockname()[0] == expected
 
 
@@ -291,7 +284,3 @@ def test_a_bad_environment_is_named_at_once(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such0")
     assert torch_powersgd.__main__.main() == 1
     assert "GLOO_SOCKET_IFNAME names the interface no-such0" in capsys.readouterr().out
-    monkeypatch.setenv(ports.VARIABLE, "29600")
-    with pytest.raises(SystemExit):
-        torch_powersgd.__main__.main()
-    assert "POWERSGD_PORTS: ports must be a range" in capsys.readouterr().err

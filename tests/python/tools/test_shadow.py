@@ -61,7 +61,7 @@ def _expected_errors(
 def compared(
     rank: int, world_size: int, options: dict[str, Any], shadow_group: str, device: str = "cpu"
 ) -> None:
-    """Compares the table of a shadow with attached training, and its outputs with plain DDP's."""
+    """Compares the errors of a shadow with attached training, and its outputs with plain DDP's."""
     expected = {r: _expected_errors(rank, r, world_size, options, device) for r in (1, 3)}
     group = dist.new_group(backend=shadow_group)
     plain = make_ddp(SHAPES, process_group=dist.new_group(backend="gloo"), device=device)
@@ -85,13 +85,9 @@ def compared(
             assert layer.error == pytest.approx(errors[name], rel=1e-5, abs=1e-6)
             assert layer.bytes_before == 4 * torch.Size(SHAPES[name]).numel()
             assert layer.bytes_after < layer.bytes_before or name not in COMPRESSED
-            assert (layer.milliseconds > 0) == (name in COMPRESSED)
     assert shadow.error(1) > shadow.error(3) > 0.1
-    table = str(shadow).splitlines()
-    assert f"over {STEPS} steps" in table[0]
-    rows = [line.split() for line in table if "12 x 41" in line]
-    assert rows[0][4] == "1"
-    assert rows[0][5] == f"{shadow.layers[1][1].error:.3f}"
+    each = ", ".join(f"{shadow.error(r):.3f} at matrix rank {r}" for r in (1, 3))
+    assert str(shadow) == f"error of the compressed gradients over {STEPS} steps: {each}"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +119,6 @@ def _complex(rank: int) -> None:
         assert 0.1 < layers[name].error < 1.5
         size = 8 if name == "precise" else 4
         assert layers[name].bytes_before == planned[name].gradient_bytes == size * numel
-        assert layers[name].milliseconds > 0
     assert layers["modes"].bytes_after == planned["modes"].sent_bytes == 4 * 2 * (24 + 40)
 
 
