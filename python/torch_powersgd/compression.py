@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +19,7 @@ from torch_powersgd import (
     log,
     reduction_checks,
     rewrapping,
+    schema,
     stats,
 )
 from torch_powersgd._core import _C
@@ -292,23 +292,25 @@ class Compression(Stateful):
 
         def make() -> tuple[checkpoint.Loaded, dict[str, Any]]:
             loaded = self._read(state_dict)
-            return loaded, {**names, **loaded.plain()}
+            return loaded, {**names, **loaded.same}
 
-        loaded, _ = agree(self.group, "load_state_dict", make, checkpoint.compare)
+        loaded, _ = agree(
+            self.group, "load_state_dict", make, equality_of("the calls of load_state_dict")
+        )
         loaded.into(self._reducer.states)
         if self._speaks:
-            many = "parameter" if loaded.parameters == 1 else "parameters"
+            count = len(loaded.entries)
+            many = "parameter" if count == 1 else "parameters"
             log.notice(
-                f"loaded the state of step {loaded.step}, with the residuals of "
-                f"{loaded.parameters} {many}"
+                f"loaded the state of step {loaded.step}, with the residuals of {count} {many}"
                 if loaded.step
                 else "loaded a state without any step, so compression starts as in a new run"
             )
 
-    def _read(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:
+    def _read(self, state_dict: dict[str, Any], place: str = "") -> checkpoint.Loaded:
         """Returns this process's part, checked. It raises a ValueError if it does not fit."""
         keys = {per_rank: self._key(per_rank) for per_rank in (False, True)}
-        return checkpoint.read(self._reducer.states, state_dict, keys)
+        return checkpoint.read(self._reducer.states, state_dict, keys, place)
 
     @property
     def per_rank(self) -> Stateful:
@@ -429,7 +431,7 @@ class Compression(Stateful):
     @property
     def _names(self) -> dict[str, Any]:
         """Tells the compressions of a group apart, which share its count of calls."""
-        return {checkpoint.NAMES: zlib.crc32(repr(self._reducer.states.names).encode())}
+        return {"the hash of the parameter names": schema.checksum(self._reducer.states.names)}
 
 
 def _bucket_bytes(target: Target) -> int:
