@@ -53,9 +53,8 @@ def _at_exit() -> None:
         for group in list(dist.distributed_c10d._world.pg_map):
             for device in device_types():
                 backend = find_backend(group, torch.device(device))
-                message = backend.not_started() if backend is not None and group.rank() == 0 else ""
-                if message:
-                    log.warning(message)
+                if backend is not None and (message := backend.not_started()):
+                    log.of(group).warning(message)
     finally:
         # No worker may be inside a collective while the interpreter ends.
         _C.shutdown_at_exit()

@@ -85,7 +85,7 @@ class Compression(Stateful):
             self._model = ref(module.module)
             finalize(module.module, _forget_states, ref(self)).atexit = False
         if group.size() > 1:
-            reduction_checks.check(module, reducer, warns=group.rank() == 0)
+            reduction_checks.check(module, reducer, group)
 
     @property
     def _reducer(self) -> _C.BucketReducer:
@@ -103,11 +103,6 @@ class Compression(Stateful):
     def _buckets(self) -> list[list[int]]:
         """The numbers of the named tensors in each bucket."""
         return self._tensors.buckets if self._tensors is not None else []
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether this process logs for all: the first process of the first shard does."""
-        return self.group.rank() == 0 and (not self._shard or self._shard.startswith("shard 0 "))
 
     @property
     def _ddp(self) -> DistributedDataParallel | None:
@@ -224,8 +219,7 @@ class Compression(Stateful):
             last step sent no factors, and ``captured`` also without error feedback.
         """
         reducer = self._reducer
-        if self._speaks:
-            stats.notify_if_not_started(reducer)
+        stats.notify_if_not_started(reducer, log.of(self.group, self._shard))
         return stats.of_attached(reducer, per_layer, residual_norms, flat)
 
     def reset_stats(self) -> None:
@@ -298,14 +292,13 @@ class Compression(Stateful):
             self.group, "load_state_dict", make, equality_of("the calls of load_state_dict")
         )
         loaded.into(self._reducer.states)
-        if self._speaks:
-            count = len(loaded.entries)
-            many = "parameter" if count == 1 else "parameters"
-            log.notice(
-                f"loaded the state of step {loaded.step}, with the residuals of {count} {many}"
-                if loaded.step
-                else "loaded a state without any step, so compression starts as in a new run"
-            )
+        count = len(loaded.entries)
+        many = "parameter" if count == 1 else "parameters"
+        log.of(self.group, self._shard).notice(
+            f"loaded the state of step {loaded.step}, with the residuals of {count} {many}"
+            if loaded.step
+            else "loaded a state without any step, so compression starts as in a new run"
+        )
 
     def _read(self, state_dict: dict[str, Any], place: str = "") -> checkpoint.Loaded:
         """Returns this process's part, checked. It raises a ValueError if it does not fit."""

@@ -131,10 +131,9 @@ class LocalSGD(Stateful):
         trained = {name: p for part in found.parts for name, p in part.items()}
         self._loads = Loads(self._model, trained)
         self._counter = counting.StepCounter(self.optimizers, self._count_step)
-        speaks, kind = self.group.rank() == 0, type(self).__name__
         self._watch = Watch(
-            kind,
-            speaks and self.group.size() > 1,
+            type(self).__name__,
+            self.group,
             self._model,
             trained,
             self._counter,
@@ -145,9 +144,9 @@ class LocalSGD(Stateful):
         self._stop_averaging()
         if scaler is not None:
             grad_scaler.around_step(scaler, self._counter.around_scaler)
-        if speaks:
-            nbytes = self._buffers.nbytes
-            log.notice(summary.announcement(*self._described, self._fragments, nbytes))
+        nbytes = self._buffers.nbytes
+        text = summary.announcement(*self._described, self._fragments, nbytes)
+        log.of(self.group).notice(text)
 
     def sync(self, exact: bool = False) -> None:
         """Runs a round of all fragments now. Collective.
@@ -255,8 +254,8 @@ class LocalSGD(Stateful):
         self._step, self._rounds, self._watch.moved = found["step"], found["rounds"], True
         if found["outer_optimizer"]:
             self._load_outer_optimizer(found["outer_optimizer"])
-        if self.group.rank() == 0:
-            log.notice(f"{type(self).__name__}: loaded the state of step {self._step}")
+        kind = type(self).__name__
+        log.of(self.group).notice(f"{kind}: loaded the state of step {self._step}")
 
     @property
     def ended(self) -> bool:
@@ -382,8 +381,7 @@ class LocalSGD(Stateful):
         for fragment in self._fragments:
             fragment.restart()
         self._loads.begin()
-        if self.group.rank() == 0:
-            log.notice(f"{kind}: continues from the model that was loaded")
+        log.of(self.group).notice(f"{kind}: continues from the model that was loaded")
 
     def _count_step(self) -> None:
         if self._ended:
