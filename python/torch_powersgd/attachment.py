@@ -148,10 +148,15 @@ class Attachment:
         own = f"process {self.group.rank()} of {self.group.size()}" if named else ""
         return ", ".join(filter(None, (self.shard, own)))
 
-    def read(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:
-        """Returns this process's part, checked. It raises a ValueError if it does not fit."""
+    def read(self, state_dict: dict[str, Any], place: str = "") -> checkpoint.Loaded:
+        """Returns this process's part, checked. It raises a ValueError if it does not fit.
+
+        Args:
+            state_dict: A saved state, which may hold anything.
+            place: Its place in the whole state, for messages.
+        """
         keys = {per_rank: self.key(per_rank) for per_rank in (False, True)}
-        return checkpoint.read(self.reducer.states, state_dict, keys)
+        return checkpoint.read(self.reducer.states, state_dict, keys, place)
 
 
 def bucket_bytes(target: Target) -> int:

@@ -3,25 +3,26 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torch_powersgd import checkpoint, log, stats
+from torch_powersgd import checkpoint, log, schema, stats
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import agree
 from torch_powersgd.attachment import Attachment
 from torch_powersgd.ddp import Hook, python_hook
 from torch_powersgd.option_values import positive
 from torch_powersgd.options import from_core
-from torch_powersgd.store_agreement import absent_from, equality_of
+from torch_powersgd.store_agreement import Make, absent_from, equality_of
 from torch_powersgd.summary import summary
+
+T = TypeVar("T")
 
 
 class Compression(Stateful):
@@ -204,18 +205,17 @@ class Compression(Stateful):
                 processes have states of different steps or, without ``per_rank``, of different
                 content. A state with ``per_rank`` fits only its own process, of as many processes.
         """
-        names = self._names
 
         def make() -> tuple[checkpoint.Loaded, dict[str, Any]]:
             loaded = self.attachment.read(state_dict)
-            return loaded, {**names, **loaded.plain()}
+            return loaded, loaded.same
 
-        loaded, _ = agree(self.group, "load_state_dict", make, checkpoint.compare)
+        loaded = self._agree("load_state_dict", make)
         loaded.into(self._reducer.states)
-        many = "parameter" if loaded.parameters == 1 else "parameters"
+        count = len(loaded.entries)
+        many = "parameter" if count == 1 else "parameters"
         self._log.notice(
-            f"loaded the state of step {loaded.step}, with the residuals of "
-            f"{loaded.parameters} {many}"
+            f"loaded the state of step {loaded.step}, with the residuals of {count} {many}"
             if loaded.step
             else "loaded a state without any step, so compression starts as in a new run"
         )
@@ -298,10 +298,15 @@ class Compression(Stateful):
     __repr__ = __str__
 
     def _agree_on_step(self, call: str) -> None:
-        mine = {**self._names, "step": self._reducer.states.step}
-        agree(self.group, call, lambda: (None, mine), equality_of(f"the calls of {call}"))
+        step = self._reducer.states.step
+        self._agree(call, lambda: (None, {"step": step}))
 
-    @property
-    def _names(self) -> dict[str, Any]:
-        """Tells the compressions of a group apart, which share its count of calls."""
-        return {checkpoint.NAMES: zlib.crc32(repr(self._reducer.states.names).encode())}
+    def _agree(self, call: str, make: Make[T]) -> T:
+        # All compressions of a group share the count of calls, so the names tell them apart.
+        names = schema.checksum(self._reducer.states.names)
+
+        def with_names() -> tuple[T, dict[str, Any]]:
+            made, mine = make()
+            return made, {"the hash of the parameter names": names, **mine}
+
+        return agree(self.group, call, with_names, equality_of(f"the calls of {call}"))[0]
