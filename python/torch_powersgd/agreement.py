@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_powersgd.group_backends import next_call_on
-from torch_powersgd.store_agreement import Compare, Conclude, Make
+from torch_powersgd.group_backends import check_alive, timeout_of
+from torch_powersgd.store_agreement import Compare, Conclude, Make, next_call
 
 T = TypeVar("T")
 
@@ -36,4 +36,6 @@ def agree(
         ValueError: On every rank alike, if ``make`` fails on one, ``compare`` objects, or a rank
             doesn't call. On this rank only, if the group was destroyed here.
     """
-    return next_call_on(group, call).agree_on(make, compare, conclude)
+    check_alive(group)
+    timeout = timeout_of(group)
+    return next_call(group, call, timeout).agree_on(make, compare, conclude)
