@@ -2,7 +2,7 @@
 """The command line: ``powersgd``, or ``python -m torch_powersgd``.
 
 powersgd --version
-powersgd doctor [--listen | --peer HOST]
+powersgd doctor [--master HOST]
 powersgd plan MODULE:FACTORY --rank 16 --wire-dtype int8
 torchrun ... -m torch_powersgd advise MODULE:FACTORY --step MODULE:FUNCTION
 torchrun ... -m torch_powersgd shadow MODULE:FACTORY --step MODULE:FUNCTION

@@ -251,39 +251,21 @@ class Rehearsal:
         compression = attach(changes, options)
         seconds = []
         for _ in range(WARM_UP_STEPS + ROUNDS[0]):
-            self._synchronize()
+            _synchronize(self._device)
             start = time.perf_counter()
             compression.all_reduce(changes).wait()
-            self._synchronize()
+            _synchronize(self._device)
             seconds.append(time.perf_counter() - start)
         compression.detach()
         return statistics.median(self.slowest(seconds[WARM_UP_STEPS:]))
 
     def slowest(self, values: Sequence[float]) -> list[float]:
         """The element-wise maximum over all processes."""
-        each = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(each, dist.ReduceOp.MAX, group=self._plain)
-        largest: list[float] = each.tolist()
-        return largest
+        return slowest(values, self._device, self._plain)
 
     def delay(self) -> float:
         """The seconds that a small message takes one way, to the farthest of some processes."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        token = torch.zeros(1, device=self._device)
-        farthest = 0.0
-        for peer in range(1, world, math.ceil((world - 1) / PEERS)):
-            seconds = []
-            for _ in range(1 + PINGS):  # the first one may make a connection
-                start = time.perf_counter()
-                if rank in (0, peer):
-                    other = peer if rank == 0 else 0
-                    for sends in (True, False) if rank == 0 else (False, True):
-                        (dist.send if sends else dist.recv)(token, other, group=self._plain)
-                    self._synchronize()
-                seconds.append(time.perf_counter() - start)
-            if rank == 0:
-                farthest = max(farthest, statistics.median(seconds[1:]) / 2)
-        return self.slowest([farthest])[0]
+        return delay_of(self._device, self._plain)
 
     def _wrap(self, options: Options | None, cap_mb: int | None) -> DistributedDataParallel:
         """A new DDP module around the model. The previous one must no longer be in use."""
@@ -312,15 +294,49 @@ class Rehearsal:
 
     def _seconds(self, ddp: DistributedDataParallel) -> float:
         ddp.zero_grad()
-        self._synchronize()
+        _synchronize(self._device)
         start = time.perf_counter()
         self._job.step(ddp)
-        self._synchronize()
+        _synchronize(self._device)
         return time.perf_counter() - start
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+
+def slowest(
+    values: Sequence[float], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[float]:
+    """The element-wise maximum over all processes. Collective."""
+    each = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(each, dist.ReduceOp.MAX, group=group)
+    largest: list[float] = each.tolist()
+    return largest
+
+
+def delay_of(device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+    """The seconds of a small message from the first process, one way. Collective.
+
+    It is that to the farthest of some processes.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    token = torch.zeros(1, device=device)
+    farthest = 0.0
+    for peer in range(1, world, math.ceil((world - 1) / PEERS)):
+        seconds = []
+        for _ in range(1 + PINGS):  # the first one may make a connection
+            start = time.perf_counter()
+            if rank in (0, peer):
+                other = peer if rank == 0 else 0
+                for sends in (True, False) if rank == 0 else (False, True):
+                    (dist.send if sends else dist.recv)(token, other, group=group)
+                _synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        if rank == 0:
+            farthest = max(farthest, statistics.median(seconds[1:]) / 2)
+    return slowest([farthest], device, group)[0]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _sent_bytes() -> int:

@@ -9,7 +9,6 @@ import platform
 import re
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from torch_powersgd._version import __version__
 from torch_powersgd.group_backends import device_types
 from torch_powersgd.options import Options, from_environment, unknown_variables
 from torch_powersgd.tools import tcp
-from torch_powersgd.tools.interfaces import host_address, is_loopback
+from torch_powersgd.tools.group_check import gloo_listening, is_loopback
 from torch_powersgd.tools.tables import say
 
 Rows = list[tuple[str, str]]
@@ -36,18 +35,7 @@ VARIABLES = re.compile(
     r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|CUDA_(VISIBLE_DEVICES|HOME)"
     r"|(OMP|MKL)_NUM_THREADS"
 )
-ONLY_LOCAL = ". Gloo reaches other machines only if GLOO_SOCKET_IFNAME names an interface"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that is refused here or does not work, and the remedy, in two sentences."""
-
-    what: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.what}{'' if self.what.endswith('?') else '.'} {self.remedy}."
+ONLY_LOCAL = ", which no other machine reaches: set GLOO_SOCKET_IFNAME to an interface"
 
 
 def sections() -> dict[str, Rows]:
@@ -61,32 +49,32 @@ def sections() -> dict[str, Rows]:
     }
 
 
-def problems() -> list[Problem]:
-    """Everything that is refused or fails with this build, on this machine and environment."""
-    return [*_options_refused(), *_kernels_refused(), *network_refused(), *_failing_kernels()]
+def problems() -> list[str]:
+    """Everything that is refused or fails with this build, on this machine and environment.
+
+    Each has two sentences: what is wrong, and the remedy.
+    """
+    return [*_options_refused(), *_kernels_refused(), *_network_refused(), *_failing_kernels()]
 
 
-def print_report() -> bool:
-    """Prints the problems and the facts. Returns whether there are no problems."""
-    found = problems()
-    devices = " and ".join(filter(_C.has_kernels, device_types()))
-    print_verdict(found, f"No problems found: gradients on {devices} can be compressed.")
-    for title, rows in sections().items():
-        print_rows(title, rows)
-    return not found
-
-
-def print_verdict(
-    found: list[Problem], good: str = "", bad: str = "Something is refused or fails here:"
-) -> None:
+def print_report(found: list[str], good: str, facts: dict[str, Rows]) -> None:
+    """Prints the problems, or what is good without any, and then the facts."""
     if found:
-        print_rows(bad, [(f"{number}.", str(problem)) for number, problem in enumerate(found, 1)])
+        numbered = [(f"{number}.", problem) for number, problem in enumerate(found, 1)]
+        _print_rows("Something is refused or fails here:", numbered)
     else:
         say(good)
-    print()
+    for title, rows in facts.items():
+        print()
+        _print_rows(title, rows)
 
 
-def print_rows(title: str, rows: Rows) -> None:
+def good_report() -> str:
+    devices = " and ".join(filter(_C.has_kernels, device_types()))
+    return f"No problems found: gradients on {devices} can be compressed."
+
+
+def _print_rows(title: str, rows: Rows) -> None:
     print(title)
     rows = rows or [("none", "")]
     width = max(len(name) for name, _ in rows)
@@ -147,9 +135,7 @@ def _inner_backends() -> Rows:
 
 
 def _network() -> Rows:
-    address = host_address()
-    local = ONLY_LOCAL if is_loopback(address) else ""
-    rows = [("hostname", f"{socket.gethostname()}, {address}{local}")]
+    rows = [("hostname", f"{socket.gethostname()}; {_gloo()}")]
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name
         speed = _read(folder / "speed")
@@ -160,6 +146,15 @@ def _network() -> Rows:
     return [*rows, ("TCP", pause)] if pause else rows
 
 
+def _gloo() -> str:
+    try:
+        with gloo_listening() as addresses:
+            names = [address for address, _ in addresses]
+    except RuntimeError as error:  # _network_refused names the cause.
+        return f"Gloo cannot listen: {error}"
+    return f"Gloo listens on {', '.join(names)}{ONLY_LOCAL if any(map(is_loopback, names)) else ''}"
+
+
 def _read(file: Path) -> str:
     try:
         return file.read_text().strip()
@@ -167,32 +162,30 @@ def _read(file: Path) -> str:
         return ""
 
 
-def _options_refused() -> Iterator[Problem]:
+def _options_refused() -> Iterator[str]:
     for read in (from_environment, ports.allowed):
         try:
             read()
         except ValueError as error:
-            yield Problem(
-                f"No process group can be created: {error}", "Correct or unset the variable"
-            )
+            yield f"No process group can be created: {error}. Correct or unset the variable."
     for message in unknown_variables():
-        yield Problem(message, "Correct or unset the variable")
+        yield f"{message}{'' if message.endswith('?') else '.'} Correct or unset the variable."
 
 
-def _kernels_refused() -> Iterator[Problem]:
+def _kernels_refused() -> Iterator[str]:
     if torch.cuda.is_available() and not _C.has_kernels("cuda"):
-        yield Problem(
-            "CUDA gradients are refused: this build has no CUDA kernels",
-            "Rebuild it with POWERSGD_BUILD_CUDA=1, and CUDA_HOME set to the CUDA toolkit",
+        yield (
+            "CUDA gradients are refused: this build has no CUDA kernels. Rebuild it with "
+            "POWERSGD_BUILD_CUDA=1, and CUDA_HOME set to the CUDA toolkit."
         )
         return
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         if not runs_on(_C.cuda_architectures, major, minor):
-            yield Problem(
+            yield (
                 f"cuda:{index} is sm_{major}{minor}, but the kernels were built for "
-                f"{_C.cuda_architectures}",
-                f'Rebuild the package with TORCH_CUDA_ARCH_LIST="{major}.{minor}"',
+                f"{_C.cuda_architectures}. Rebuild the package with "
+                f'TORCH_CUDA_ARCH_LIST="{major}.{minor}".'
             )
 
 
@@ -214,18 +207,18 @@ def runs_on(architectures: str, major: int, minor: int) -> bool:
     return False
 
 
-def network_refused() -> Iterator[Problem]:
+def _network_refused() -> Iterator[str]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     names = {name for _, name in socket.if_nameindex()}
     for name in filter(None, interface.split(",")):
         if name not in names:
-            yield Problem(
-                f"GLOO_SOCKET_IFNAME names the interface {name}, which this machine lacks",
-                f"Use one of {', '.join(sorted(names))}",
+            yield (
+                f"GLOO_SOCKET_IFNAME names the interface {name}, which this machine lacks. Use one "
+                f"of {', '.join(sorted(names))}."
             )
 
 
-def _failing_kernels() -> Iterator[Problem]:
+def _failing_kernels() -> Iterator[str]:
     """Compresses a matrix of rank 1 on each device, which must come back intact."""
     rows, columns = torch.arange(1.0, 49), torch.arange(1.0, 33)
     for device in device_types():
@@ -242,11 +235,10 @@ def _failing_kernels() -> Iterator[Problem]:
             compressor.reconstruct()
             error = (output - gradient).abs().max().item()
         except RuntimeError as failure:
-            yield Problem(f"The kernels fail on {device}: {failure}", "Rebuild the package")
+            yield f"The kernels fail on {device}: {failure}. Rebuild the package."
             continue
         if not error < 1e-4:  # Rounding makes 1e-6. NaN is an error as well.
-            yield Problem(
+            yield (
                 f"The kernels compute wrong numbers on {device}: a matrix of rank 1 comes back "
-                f"with an error of {error}",
-                "Please report it, with all of this output",
+                f"with an error of {error}. Please report it, with all of this output."
             )
