@@ -19,8 +19,8 @@ from pathlib import Path
 
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
-from torch_powersgd.commands import advise, doctor, plan, shadow
-from torch_powersgd.tools.advise import SharedError
+from torch_powersgd.cli import advise, doctor, plan, shadow
+from torch_powersgd.cli.processes import SharedError
 
 
 def _version() -> str:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reports what this installation would refuse, and what it consists of: ``powersgd doctor``."""
+"""``powersgd doctor``: what this installation would refuse, and what it consists of."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import logging
 import os
 import platform
 import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +21,11 @@ from torch_powersgd import ports
 from torch_powersgd._backend import NAME
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
+from torch_powersgd.cli.arguments import count
+from torch_powersgd.cli.group_check import check, gloo_listening, is_loopback
+from torch_powersgd.cli.tables import say
 from torch_powersgd.group_backends import device_types
 from torch_powersgd.options import Options, from_environment, unknown_variables
-from torch_powersgd.tools import tcp
-from torch_powersgd.tools.group_check import gloo_listening, is_loopback
-from torch_powersgd.tools.tables import say
 
 Rows = list[tuple[str, str]]
 PACKAGES = (
@@ -36,6 +39,61 @@ VARIABLES = re.compile(
     r"|(OMP|MKL)_NUM_THREADS"
 )
 ONLY_LOCAL = ", which no other machine reaches: set GLOO_SOCKET_IFNAME to an interface"
+TCP, TCP_SETTINGS = Path("/proc/sys/net/ipv4"), ("congestion_control", "slow_start_after_idle")
+SLOW_START = (
+    "after a pause of a second, a message of 200 kB takes 4 round trips instead of one. Near links "
+    "don't show it. Over far ones, run sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on every "
+    "host, as root; for a container, use docker run --sysctl"
+)
+STORE_PORT = 29500  # of torchrun's --master-port
+
+DOCTOR = """\
+Reports what would be refused on this machine and why, and shows versions, kernels, inner backends,
+network interfaces and environment variables. Please include its output in an issue.
+It needs no process group. The exit status is 1 if there is a problem.
+With --master, and the same command on every other host, it checks that the hosts can train
+together, and shows the round trip and the bandwidth. Run it in the environment that you train in.
+"""
+
+
+def _address(value: str) -> tuple[str, int]:
+    host, _, port = value.partition(":")
+    port = port or str(STORE_PORT)
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise argparse.ArgumentTypeError(f"it must be HOST or HOST:PORT, got {value!r}")
+    return host, int(port)
+
+
+def add(commands: Any) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="show what is refused here, versions, kernels and network",
+        description=DOCTOR,
+    )
+    command.add_argument(
+        "--master", type=_address, metavar="HOST[:PORT]",
+        help=f"check the group of hosts that meets at the first one (port {STORE_PORT})",
+    )  # fmt: skip
+    command.add_argument(
+        "--hosts", type=count, default=2, metavar="N", help="hosts in all (%(default)s)"
+    )
+    command.add_argument(
+        "--wait", type=count, default=300, metavar="SECONDS",
+        help="how long to wait for the other hosts (%(default)s)",
+    )  # fmt: skip
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found, facts = problems(), sections()
+    devices = " and ".join(filter(_C.has_kernels, device_types()))
+    good = f"No problems found: gradients on {devices} can be compressed."
+    if arguments.master and not found:
+        logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # Nobody trains.
+        found, rows = check(arguments.master, arguments.hosts, arguments.wait)
+        good, facts = "These hosts can train together.", {"network": rows} if rows else {}
+    _print_report(found, good, facts)
+    return 1 if found else 0
 
 
 def sections() -> dict[str, Rows]:
@@ -45,19 +103,16 @@ def sections() -> dict[str, Rows]:
         "kernels": _kernels(),
         "inner backends": _inner_backends(),
         "network": _network(),
-        "environment": [(name, os.environ[name]) for name in sorted(os.environ) if _counts(name)],
+        "environment": sorted(each for each in os.environ.items() if VARIABLES.fullmatch(each[0])),
     }
 
 
 def problems() -> list[str]:
-    """Everything that is refused or fails with this build, on this machine and environment.
-
-    Each has two sentences: what is wrong, and the remedy.
-    """
+    """What is refused or fails here, each in two sentences: what is wrong, and the remedy."""
     return [*_options_refused(), *_kernels_refused(), *_network_refused(), *_failing_kernels()]
 
 
-def print_report(found: list[str], good: str, facts: dict[str, Rows]) -> None:
+def _print_report(found: list[str], good: str, facts: dict[str, Rows]) -> None:
     """Prints the problems, or what is good without any, and then the facts."""
     if found:
         numbered = [(f"{number}.", problem) for number, problem in enumerate(found, 1)]
@@ -69,21 +124,12 @@ def print_report(found: list[str], good: str, facts: dict[str, Rows]) -> None:
         _print_rows(title, rows)
 
 
-def good_report() -> str:
-    devices = " and ".join(filter(_C.has_kernels, device_types()))
-    return f"No problems found: gradients on {devices} can be compressed."
-
-
 def _print_rows(title: str, rows: Rows) -> None:
     print(title)
     rows = rows or [("none", "")]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         say(f"{name:{width}}  {value}", indent="  ", hanging=" " * (width + 4))
-
-
-def _counts(variable: str) -> bool:
-    return VARIABLES.fullmatch(variable) is not None
 
 
 def _versions() -> Rows:
@@ -111,8 +157,7 @@ def _installed(package: str) -> str:
 def _kernels() -> Rows:
     cores = len(os.sched_getaffinity(0))
     rows = [("cpu", f"{_C.cpu_instruction_set()}, {torch.get_num_threads()} of {cores} cores")]
-    built = _C.cuda_architectures.replace(",", ", ") or "not built"
-    rows.append(("cuda", built))
+    rows.append(("cuda", _C.cuda_architectures.replace(",", ", ") or "not built"))
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 2**30:.0f} GiB"
@@ -142,8 +187,22 @@ def _network() -> Rows:
         known = speed.isdigit() and int(speed) > 0
         about = [_read(folder / "operstate"), f"{speed} Mbit/s" if known else "speed unknown"]
         rows.append((name, ", ".join(filter(None, about))))
-    pause = tcp.after_a_pause()
-    return [*rows, ("TCP", pause)] if pause else rows
+    return rows + _tcp()
+
+
+def _tcp() -> Rows:
+    """What happens to a connection's window after a pause, such as a backward pass.
+
+    By ``tcp_slow_start_after_idle`` (RFC 2861), Linux halves it for each retransmission timeout in
+    which the connection sends nothing, unless the congestion control sets its own rate, as BBR.
+    """
+    control, restarts = (_read(TCP / f"tcp_{name}") for name in TCP_SETTINGS)
+    if not control:
+        return []
+    found = f"tcp_congestion_control={control}, tcp_slow_start_after_idle={restarts}"
+    if restarts == "0" or control.startswith("bbr"):
+        return [("TCP", f"{found}: the window stays open after a pause")]
+    return [("TCP", f"{found}: {SLOW_START}")]
 
 
 def _gloo() -> str:

@@ -18,7 +18,7 @@ from launcher.hosts import Hosts
 from support import command_line, launch, ranks
 from support.deadline import DEADLOCK
 from support.shaped_links import needs_hosts
-from torch_powersgd.tools import group_check
+from torch_powersgd.cli import group_check
 
 DOCTOR = [sys.executable, "-m", "torch_powersgd", "doctor"]
 

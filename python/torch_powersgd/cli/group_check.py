@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd.attach import attach
+from torch_powersgd.cli.processes import delay_of, slowest
 from torch_powersgd.group_backends import BACKENDS
 from torch_powersgd.scope import scope
-from torch_powersgd.tools.advise import delay_of, slowest
 from torch_powersgd.units import ms_text
 
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 60.0
