@@ -133,16 +133,7 @@ PARTS = {
     ],
     "reliability": [
         Measurement("faults", 20, "bench_reliability.py faults"),
-        Measurement("restarts", 20, "bench_reliability.py restarts"),
-        Measurement("starts", 35, "bench_reliability.py starts"),
-        Measurement(
-            "starts_late",
-            60,
-            "bench_reliability.py starts --starts 1000 --ranks 2 --steps 6 --late-ms 300"
-            " --jitter-ms 1",
-        ),
-        Measurement("endurance", 60, "bench_reliability.py endurance"),
-        Measurement("replicas", 20, "bench_reliability.py replicas"),
+        Measurement("restarts", 5, "bench_reliability.py restarts"),
     ],
     "scaling": [Measurement("scaling", 30, "bench_scaling.py --resume")],
     "convergence": [

@@ -11,9 +11,6 @@
 // many buckets take turns that none is in the cache from its last use. Times are medians between
 // events around one stage of all buckets, divided by their number. The device spins while the host
 // launches, so a busy host, such as one that compiles, changes no figure.
-//
-// The kernels read POWERSGD_DEPENDENT_LAUNCH once per process. To compare its values, run the
-// program once with each.
 #include <cuda_runtime.h>
 
 #include <algorithm>

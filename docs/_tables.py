@@ -45,7 +45,8 @@ _OF_BENCHMARKS: tuple[Callable[..., Table], ...] = (
     of_convergence.losses_by_task,
     of_convergence.shadow,
     of_convergence.unlike_data,
-    *of_reliability.TABLES,
+    of_reliability.outcomes,
+    of_reliability.suites,
     *of_scaling.TABLES,
 )
 TABLES = {table.__name__: table for table in _OF_BENCHMARKS}

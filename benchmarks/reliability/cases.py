@@ -7,17 +7,24 @@ from dataclasses import dataclass
 
 from launcher.emulated_links import Link
 
-from reliability import kills
-
-METHODS = ("plain", "ours")
-
-RATE = "100mbit"
-DROPPED_RATE = "1mbit"
-SLOW_RATE = "100kbit"  # slow enough that a stage takes seconds, so that a kill can hit it
 MOST_STEPS = 60
-TIMEOUT = 20.0  # seconds, of the process group
 EXACT_STEPS = 6
 FAULT_STEP = 12
+
+IN_STATE_DICT = "in state_dict"
+ONE_BUCKET = ("while P is on its way", "while q is on its way")
+# Stages for which the link is slowed down and the victim counts the bytes it sends.
+AIMED = (*ONE_BUCKET, IN_STATE_DICT)
+EXACT = "in an exact step, between buckets"
+STAGES = (
+    "in init_process_group",
+    "in attach",
+    "before its forward pass",
+    "in backward, between buckets",
+    EXACT,
+    *AIMED,
+    "in optimizer.step",
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,6 @@ class Case:
             victim for some seconds. "kill": the victim kills itself. "none": nothing happens.
         seconds: how long the fault lasts.
         stage: the stage at which the victim kills itself.
-        one_bucket: DDP has one bucket instead of one for each layer.
     """
 
     name: str
@@ -42,22 +48,17 @@ class Case:
     link: Link | None = None
     delay_ms: float = 0
     steps: int = 30
-    one_bucket: bool = False
-
-    @property
-    def needs_links(self) -> bool:
-        """True if the case cannot run in local processes."""
-        return self.slowed or self.kind not in ("kill", "none")
+    one_bucket: bool = False  # of DDP, instead of one for each layer
 
     @property
     def slowed(self) -> bool:
         """True if the links become slow at the step of the fault."""
-        return self.stage in kills.AIMED
+        return self.stage in AIMED
 
     @property
     def fault_step(self) -> int:
         """The step in which the fault happens."""
-        return EXACT_STEPS // 2 if self.stage == kills.EXACT else FAULT_STEP
+        return EXACT_STEPS // 2 if self.stage == EXACT else FAULT_STEP
 
     def undisturbed(self) -> Case:
         """The run whose digests this one must match. Many cases share it."""
@@ -67,9 +68,8 @@ class Case:
 
 def _kill(stage: str, victim: int = 1) -> Case:
     whom = "rank 0, which serves the store," if victim == 0 else "a rank"
-    name = f"{whom} killed {stage}"
-    one_bucket = stage in kills.ONE_BUCKET
-    return Case(name, "kill", 3, victim, stage=stage, one_bucket=one_bucket)
+    one_bucket = stage in ONE_BUCKET
+    return Case(f"{whom} killed {stage}", "kill", 3, victim, stage=stage, one_bucket=one_bucket)
 
 
 def _lossy(percent: float) -> Case:
@@ -92,6 +92,6 @@ CASES = (
     *(_lasting("a rank is cut off", "cut", seconds) for seconds in (2, 10, 40)),
     _lasting("one rank of three is cut off", "cut", 40, world=3),
     *(_lasting("a rank is stopped", "stop", seconds) for seconds in (2, 40)),
-    *(_kill(stage) for stage in kills.STAGES),
-    *(_kill(stage, victim=0) for stage in (kills.STAGES[0], kills.STAGES[2])),
+    *(_kill(stage) for stage in STAGES),
+    *(_kill(stage, victim=0) for stage in (STAGES[0], STAGES[2])),
 )

@@ -25,10 +25,8 @@ std::string quoted(const std::string& text) { return "'" + text + "'"; }
 template <typename Enum>
 using Name = std::pair<Enum, const char*>;
 
-constexpr std::array<Name<Scope>, 4> kScopes{{{Scope::kBackward, "backward"},
-                                              {Scope::kAttached, "attached"},
-                                              {Scope::kAlways, "always"},
-                                              {Scope::kNever, "never"}}};
+constexpr std::array<Name<Scope>, 3> kScopes{
+    {{Scope::kBackward, "backward"}, {Scope::kAttached, "attached"}, {Scope::kNever, "never"}}};
 
 constexpr std::array<Name<DType>, 4> kDTypes{{{DType::kFloat32, "float32"},
                                               {DType::kFloat64, "float64"},

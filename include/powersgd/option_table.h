@@ -32,7 +32,7 @@ inline const char* share(double value) {
   return value >= 0 && value < 1 ? nullptr : "a number >= 0 and < 1";
 }
 
-inline constexpr const char* kScopeWords = "'backward', 'attached', 'always' or 'never'";
+inline constexpr const char* kScopeWords = "'backward', 'attached' or 'never'";
 
 inline const char* scope(Scope value) {
   return Scope::kBackward <= value && value <= Scope::kNever ? nullptr : kScopeWords;

@@ -18,7 +18,6 @@ constexpr int64_t kMaxRank = 1024;  // The largest matrix_approximation_rank.
 enum class Scope : int32_t {
   kBackward,  // attached buckets; where nothing was attached, large flat tensors in backward
   kAttached,  // attached buckets only
-  kAlways,    // every eligible tensor
   kNever,     // nothing
 };
 

@@ -50,8 +50,8 @@ def attach(
             tensors count. Of a DTensor, this process's shard is averaged.
         options: A complete ``Options``, or a mapping of the fields that differ from the options of
             the process group. None: the options of the process group.
-        scaler: The GradScaler of the training, if any. The residuals then follow its scale, and
-            keep what was sent in a step that it skips.
+        scaler: The GradScaler of the training, if any. It rescales the residuals when the loss
+            scale changes, and restores them when it skips a step.
         group: For an FSDP2 module whose mesh has no dimension of replicas, the group of the
             processes that hold the same shards. For tensors, the group to average over, with a
             powersgd backend for their device; None is the default group. A DDP module has its own.
@@ -74,8 +74,7 @@ def attach(
     """
     found = target_of(target)
     compression = compress(found, options, found.group(group), scaler, register_hook, previous)
-    if compression._speaks:
-        _announce(compression, found)
+    _announce(compression, found)
     return compression
 
 
@@ -133,11 +132,12 @@ def make_reducer(
 def _announce(compression: Compression, target: Target) -> None:
     """Logs what is compressed, what a step sends, when compression starts, and advice."""
     group, options = compression.group, compression.options
+    say = log.of(group, target.shard(group))
     if group.size() == 1:
-        log.notice("attached, but the group has only one process, so there is nothing to send")
+        say.notice("attached, but the group has only one process, so there is nothing to send")
         return
     if options.scope == "never":
-        log.notice("attached, but scope='never' compresses nothing")
+        say.notice("attached, but scope='never' compresses nothing")
         return
     rank, rate = options.matrix_approximation_rank, options.min_compression_rate
     outline = compression._reducer.states.outline()
@@ -147,7 +147,7 @@ def _announce(compression: Compression, target: Target) -> None:
             if (highest := highest_rank(target.gradients().values(), options))
             else "They are too small for any matrix rank"
         )
-        log.warning(
+        say.warning(
             f"no parameter is compressed: with matrix_approximation_rank={rank}, no parameter's "
             f"factors are min_compression_rate={rate:g} times smaller than its gradient. {remedy}"
         )
@@ -158,11 +158,11 @@ def _announce(compression: Compression, target: Target) -> None:
         else ""
     )
     share = 100 * outline.compressed_numel / outline.numel
-    log.notice(
+    say.notice(
         f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
         f"elements) are compressed at matrix rank {rank}; a step sends "
         f"{size_text(outline.bytes_after)} instead of {size_text(outline.bytes_before)}, from "
         f"step {options.start_powerSGD_iter} on{on_one_host}"
     )
     if advice := target.advice(outline.bytes_before):
-        log.notice(advice)
+        say.notice(advice)

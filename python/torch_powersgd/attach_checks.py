@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
-from torch_powersgd import fsdp
+from torch_powersgd import agreement, fsdp
 from torch_powersgd._backend import compare_options
 from torch_powersgd._core import _C
-from torch_powersgd.group_backends import check_alive, find_backend
-from torch_powersgd.option_values import dtype_name
+from torch_powersgd.group_backends import find_backend
+from torch_powersgd.option_values import dtype_name, require
 from torch_powersgd.options import Options, lay_over
-from torch_powersgd.store_agreement import error_as_arguments, next_call
 from torch_powersgd.targets import NamedTensors, Target
 
 
@@ -41,10 +39,7 @@ class Proposal:
     @property
     def described(self) -> list[str]:
         """The gradients in words."""
-        return [
-            f"{name!r} {dtype_name(gradient.dtype)} {list(gradient.shape)}"
-            for name, gradient in self.gradients.items()
-        ]
+        return described(self.gradients)
 
     def plain(self) -> dict[str, Any]:
         """Returns the arguments in JSON types."""
@@ -114,20 +109,17 @@ def agree(
         ValueError: On every process, if a proposal is invalid or differs from that of rank 0, or a
             process makes none. On this process only, if the group was destroyed here.
     """
-    check_alive(group)
-    proposal = None
-    try:
+
+    def make() -> tuple[Proposal, dict[str, Any]]:
         proposal = _propose(target, given, scaler, group, previous)
         if register_hook:
             target.check_hook()
         plain = proposal.plain()
         if previous is not None and previous.reducer is not None:
             plain["step"] = previous.reducer.states.step
-    except Exception as invalid:  # Of any type: the other processes wait for it.
-        plain = error_as_arguments(invalid)
-    timeout = default_pg_timeout if proposal is None else proposal.backend.options._timeout
-    source = next_call(group, "attach", timeout).agree(plain, _compare, _source)
-    assert proposal is not None  # otherwise agree() raised
+        return proposal, plain
+
+    proposal, source = agreement.agree(group, "attach", make, _compare, _source)
     return proposal, Source(*source) if source else None
 
 
@@ -144,8 +136,8 @@ def _propose(
     previous: Previous | None,
 ) -> Proposal:
     target.check()
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ValueError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    fits = isinstance(scaler, torch.amp.GradScaler | None)
+    require(fits, "scaler", "a torch.amp.GradScaler", type(scaler))
     if scaler is not None and isinstance(target, NamedTensors):
         raise ValueError(
             "attach takes a scaler only with a module; with tensors, set compression.grad_scale "
@@ -194,6 +186,14 @@ def _compare_gradients(everyone: list[list[str]]) -> str:
                 f"{first} where rank {rank} has {mine}"
             )
     return ""
+
+
+def described(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns named tensors in words."""
+    return [
+        f"{name!r} {dtype_name(tensor.dtype)} {list(tensor.shape)}"
+        for name, tensor in tensors.items()
+    ]
 
 
 def first_difference(one: list[str], other: list[str]) -> tuple[str, str] | None:

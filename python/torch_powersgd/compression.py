@@ -23,17 +23,12 @@ from torch_powersgd import (
     stats,
 )
 from torch_powersgd._core import _C
+from torch_powersgd.agreement import agree
 from torch_powersgd.attach_checks import Previous
 from torch_powersgd.ddp import Hook, python_hook
-from torch_powersgd.group_backends import next_call_on
-from torch_powersgd.option_values import positive
+from torch_powersgd.option_values import positive, require
 from torch_powersgd.options import Options
-from torch_powersgd.store_agreement import (
-    Compare,
-    absent_from,
-    equality_of,
-    error_as_arguments,
-)
+from torch_powersgd.store_agreement import absent_from, equality_of
 from torch_powersgd.summary import summary
 from torch_powersgd.targets import Target, shard_of
 
@@ -90,7 +85,7 @@ class Compression(Stateful):
             self._model = ref(module.module)
             finalize(module.module, _forget_states, ref(self)).atexit = False
         if group.size() > 1:
-            reduction_checks.check(module, reducer, warns=group.rank() == 0)
+            reduction_checks.check(module, reducer, group)
 
     @property
     def _reducer(self) -> _C.BucketReducer:
@@ -108,11 +103,6 @@ class Compression(Stateful):
     def _buckets(self) -> list[list[int]]:
         """The numbers of the named tensors in each bucket."""
         return self._tensors.buckets if self._tensors is not None else []
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether this process logs for all: the first process of the first shard does."""
-        return self.group.rank() == 0 and (not self._shard or self._shard.startswith("shard 0 "))
 
     @property
     def _ddp(self) -> DistributedDataParallel | None:
@@ -183,8 +173,7 @@ class Compression(Stateful):
                 raise ValueError(f"all_reduce takes the tensors that were attached: {what}")
             tensors = [tensors[name] for name in names]
         for name, tensor in zip(names, tensors, strict=False):  # the core checks the number
-            if not isinstance(tensor, torch.Tensor):
-                raise ValueError(f"{name!r} must be a tensor, got {type(tensor).__name__}")
+            require(isinstance(tensor, torch.Tensor), repr(name), "a tensor", type(tensor))
         return self._tensors.all_reduce([shard_of(tensor) for tensor in tensors], find_absent)
 
     def stats(
@@ -230,8 +219,7 @@ class Compression(Stateful):
             last step sent no factors, and ``captured`` also without error feedback.
         """
         reducer = self._reducer
-        if self._speaks:
-            stats.notify_if_not_started(reducer)
+        stats.notify_if_not_started(reducer, log.of(self.group, self._shard))
         return stats.of_attached(reducer, per_layer, residual_norms, flat)
 
     def reset_stats(self) -> None:
@@ -270,7 +258,7 @@ class Compression(Stateful):
         """
         states = self._reducer.states
         if not per_rank:
-            self._agree("state_dict", {"step": states.step})
+            self._agree_on_step("state_dict")
         state = checkpoint.of_states(states, per_rank)
         if self._wrapper is not None:
             self._wrapper.note_saved()
@@ -294,23 +282,21 @@ class Compression(Stateful):
                 processes have states of different steps or, without ``per_rank``, of different
                 content. A state with ``per_rank`` fits only its own process, of as many processes.
         """
-        loaded: checkpoint.Loaded | None = None
-        try:
+        names = self._names
+
+        def make() -> tuple[checkpoint.Loaded, dict[str, Any]]:
             loaded = self._read(state_dict)
-            mine = loaded.plain()
-        except Exception as invalid:  # Of any type: the other processes wait for it.
-            mine = error_as_arguments(invalid)
-        self._agree("load_state_dict", mine, checkpoint.compare)
-        assert loaded is not None  # otherwise _agree raised
+            return loaded, {**names, **loaded.plain()}
+
+        loaded, _ = agree(self.group, "load_state_dict", make, checkpoint.compare)
         loaded.into(self._reducer.states)
-        if self._speaks:
-            many = "parameter" if loaded.parameters == 1 else "parameters"
-            log.notice(
-                f"loaded the state of step {loaded.step}, with the residuals of "
-                f"{loaded.parameters} {many}"
-                if loaded.step
-                else "loaded a state without any step, so compression starts as in a new run"
-            )
+        many = "parameter" if loaded.parameters == 1 else "parameters"
+        log.of(self.group, self._shard).notice(
+            f"loaded the state of step {loaded.step}, with the residuals of "
+            f"{loaded.parameters} {many}"
+            if loaded.step
+            else "loaded a state without any step, so compression starts as in a new run"
+        )
 
     def _read(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:
         """Returns this process's part, checked. It raises a ValueError if it does not fit."""
@@ -385,7 +371,7 @@ class Compression(Stateful):
             ValueError: On every process, if one doesn't call it.
         """
         reducer = self._reducer
-        self._agree("detach", {"step": reducer.states.step})
+        self._agree_on_step("detach")
         reducer.detach()
         self._ended = "it was detached"
         self._end()
@@ -429,13 +415,14 @@ class Compression(Stateful):
         own = f"process {self.group.rank()} of {self.group.size()}" if named else ""
         return ", ".join(filter(None, (self._shard, own)))
 
-    def _agree(self, function: str, mine: dict[str, Any], compare: Compare | None = None) -> None:
-        """Waits until all processes have made the same call. An error names those that don't."""
-        # All compressions of a group share the count of calls, so the names tell them apart.
-        names = zlib.crc32(repr(self._reducer.states.names).encode())
-        mine = {**mine, checkpoint.NAMES: names}
-        same = equality_of(f"the calls of {function}")
-        next_call_on(self.group, function).agree(mine, compare or same)
+    def _agree_on_step(self, call: str) -> None:
+        mine = {**self._names, "step": self._reducer.states.step}
+        agree(self.group, call, lambda: (None, mine), equality_of(f"the calls of {call}"))
+
+    @property
+    def _names(self) -> dict[str, Any]:
+        """Tells the compressions of a group apart, which share its count of calls."""
+        return {checkpoint.NAMES: zlib.crc32(repr(self._reducer.states.names).encode())}
 
 
 def _bucket_bytes(target: Target) -> int:

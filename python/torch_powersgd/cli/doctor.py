@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_powersgd import ports
 from torch_powersgd._backend import NAME
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
@@ -222,11 +221,10 @@ def _read(file: Path) -> str:
 
 
 def _options_refused() -> Iterator[str]:
-    for read in (from_environment, ports.allowed):
-        try:
-            read()
-        except ValueError as error:
-            yield f"No process group can be created: {error}. Correct or unset the variable."
+    try:
+        from_environment()
+    except ValueError as error:
+        yield f"No process group can be created: {error}. Correct or unset the variable."
     for message in unknown_variables():
         yield f"{message}{'' if message.endswith('?') else '.'} Correct or unset the variable."
 

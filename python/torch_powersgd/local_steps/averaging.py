@@ -123,8 +123,8 @@ def wrappers_of(
             continue
         if not others:
             found.append(ddp)
-        elif group.rank() == 0:
-            log.warning(
+        else:
+            log.of(group).warning(
                 f"DDP averages all gradients in every step, because {others[0]!r} and others of "
                 "its parameters take no local steps: pass the DDP module itself as model"
             )

@@ -17,19 +17,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_powersgd import fsdp
+from torch_powersgd import agreement, fsdp
 from torch_powersgd._core import _C
-from torch_powersgd.attach_checks import first_difference
+from torch_powersgd.attach_checks import described, first_difference
 from torch_powersgd.ddp import in_local_steps
-from torch_powersgd.group_backends import next_call_on
+from torch_powersgd.group_backends import group_or_default
 from torch_powersgd.local_steps import averaging
 from torch_powersgd.local_steps.averaging import known_ranks, same_processes
 from torch_powersgd.local_steps.fragment import Tensors, reshard
 from torch_powersgd.local_steps.watch import takes_local_steps
-from torch_powersgd.option_values import dtype_name, is_bool, shown
+from torch_powersgd.option_values import is_bool, require
 from torch_powersgd.reduction_checks import parameters_of
-from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments
-from torch_powersgd.targets import NamedTensors, shard_of
+from torch_powersgd.store_agreement import Compare, equality_of
+from torch_powersgd.targets import shard_of
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,12 @@ class Schedule:
             ("fragment_sync_delay", 0),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or is_bool(value) or value < least:
-                raise ValueError(f"{name} must be an integer >= {least}, got {shown(value)}")
-        if self.sync_every % self.fragments:
-            raise ValueError(
-                f"fragments must divide sync_every={self.sync_every}, got {self.fragments}"
-            )
-        if self.fragment_sync_delay >= self.sync_every:
-            raise ValueError(
-                f"fragment_sync_delay must be less than sync_every={self.sync_every}, got "
-                f"{self.fragment_sync_delay}"
-            )
+            fits = isinstance(value, int) and not is_bool(value) and value >= least
+            require(fits, name, f"an integer >= {least}", value)
+        whole, period = self.sync_every, f"sync_every={self.sync_every}"
+        require(whole % self.fragments == 0, "fragments", f"a divisor of {period}", self.fragments)
+        delay = self.fragment_sync_delay
+        require(delay < whole, "fragment_sync_delay", f"less than {period}", delay)
 
     def due(self, step: int) -> tuple[int | None, int | None]:
         """Returns the fragments whose rounds begin and end after a step, counted from 1."""
@@ -106,21 +101,17 @@ def agree(function: str, arguments: Arguments) -> Found:
     Raises:
         ValueError: On every process, if an argument is not valid or differs.
     """
-    group = NamedTensors({}).group(arguments.group)
-    call = next_call_on(group, function)
-    found = None
-    try:
+    group = group_or_default(arguments.group)
+
+    def make() -> tuple[Found, dict[str, Any]]:
         found = _find(arguments, group)
-        mine = {**dataclasses.asdict(arguments.schedule), "number of buffers": len(found.buffers)}
-        mine["tensors"] = [
-            f"{name!r} {dtype_name(tensor.dtype)} {list(tensor.shape)}"
-            for name, tensor in found.shared.items()
-        ]
-    except Exception as invalid:  # Of any type: the other processes wait for it.
-        mine = error_as_arguments(invalid)
-    call.agree(mine, _comparison(function))
-    assert found is not None  # otherwise agree() raised
-    return found
+        numbers = {
+            **dataclasses.asdict(arguments.schedule),
+            "number of buffers": len(found.buffers),
+        }
+        return found, {**numbers, "tensors": described(found.shared)}
+
+    return agreement.agree(group, function, make, _comparison(function))[0]
 
 
 def _comparison(function: str) -> Compare:
@@ -145,8 +136,7 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
         ("average_buffers", bool, "a bool"),
     ):
         value = getattr(arguments, name)
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} must be {text}, got {type(value).__name__}")
+        require(isinstance(value, kind), name, text, type(value))
     _check_optimizers(arguments.optimizers)
     schedule.check()
     _check_averages(model, group)
@@ -155,11 +145,8 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
     _check_not_split(module, arguments.optimizers, group)
     everything = dict(module.named_parameters())
     trained = {name: p for name, p in everything.items() if p.requires_grad and p.numel()}
-    if len(trained) < schedule.fragments:
-        raise ValueError(
-            f"fragments must be at most {len(trained)}, the number of trainable parameters, got "
-            f"{schedule.fragments}"
-        )
+    most = f"at most {len(trained)}, the number of trainable parameters"
+    require(schedule.fragments <= len(trained), "fragments", most, schedule.fragments)
     _check_held(arguments.optimizers, trained)
     arguments.check_trained(trained)
     if name := takes_local_steps(trained):
@@ -180,14 +167,10 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
 
 
 def _check_optimizers(optimizers: Sequence[Any]) -> None:
-    if not optimizers:
-        raise ValueError("optimizer must be a torch.optim.Optimizer or a list of them, got none")
+    wanted = "a torch.optim.Optimizer or a list of them"
+    require(len(optimizers) > 0, "optimizer", wanted, [])
     for i, optimizer in enumerate(optimizers):
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(
-                "optimizer must be a torch.optim.Optimizer or a list of them, got "
-                f"{type(optimizer).__name__}"
-            )
+        require(isinstance(optimizer, Optimizer), "optimizer", wanted, type(optimizer))
         if any(other is optimizer for other in optimizers[:i]):
             raise ValueError(
                 f"optimizer must not list the same {type(optimizer).__name__} twice, for it takes "

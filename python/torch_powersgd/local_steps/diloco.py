@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch_powersgd.local_steps.counting import delegate_of
 from torch_powersgd.local_steps.fragment import Fragment, Tensors, like_anchor
 from torch_powersgd.local_steps.steps import LocalSGD
+from torch_powersgd.option_values import require
 from torch_powersgd.options import Options
 
 
@@ -53,14 +54,11 @@ class DiLoCo(LocalSGD):
 
     def _check_trained(self, trained: Tensors) -> None:
         outer = self.outer_optimizer
-        if not isinstance(outer, Optimizer):
-            raise ValueError(
-                f"outer_optimizer must be a torch.optim.Optimizer, got {type(outer).__name__}"
-            )
-        if any(outer is optimizer for optimizer in self.optimizers):
-            raise ValueError(
-                "outer_optimizer must be another optimizer than optimizer: its steps are the rounds"
-            )
+        fits = isinstance(outer, Optimizer)
+        require(fits, "outer_optimizer", "a torch.optim.Optimizer", type(outer))
+        differs = all(outer is not optimizer for optimizer in self.optimizers)
+        wanted = "another optimizer than optimizer, because its steps are the rounds"
+        require(differs, "outer_optimizer", wanted, type(outer))
         held = {id(p) for group in outer.param_groups for p in group["params"]}
         if missing := [name for name, p in trained.items() if id(p) not in held]:
             raise ValueError(

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_powersgd import grad_scaler, log
+from torch_powersgd.agreement import agree
 from torch_powersgd.checkpoint import PerRank
-from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps import averaging, checks, counting, state, summary
 from torch_powersgd.local_steps.checks import Arguments, Schedule
 from torch_powersgd.local_steps.exact import Buffers, Frozen
@@ -131,10 +131,9 @@ class LocalSGD(Stateful):
         trained = {name: p for part in found.parts for name, p in part.items()}
         self._loads = Loads(self._model, trained)
         self._counter = counting.StepCounter(self.optimizers, self._count_step)
-        speaks, kind = self.group.rank() == 0, type(self).__name__
         self._watch = Watch(
-            kind,
-            speaks and self.group.size() > 1,
+            type(self).__name__,
+            self.group,
             self._model,
             trained,
             self._counter,
@@ -145,9 +144,9 @@ class LocalSGD(Stateful):
         self._stop_averaging()
         if scaler is not None:
             grad_scaler.around_step(scaler, self._counter.around_scaler)
-        if speaks:
-            nbytes = self._buffers.nbytes
-            log.notice(summary.announcement(*self._described, self._fragments, nbytes))
+        nbytes = self._buffers.nbytes
+        text = summary.announcement(*self._described, self._fragments, nbytes)
+        log.of(self.group).notice(text)
 
     def sync(self, exact: bool = False) -> None:
         """Runs a round of all fragments now. Collective.
@@ -254,8 +253,8 @@ class LocalSGD(Stateful):
         self._step, self._rounds, self._watch.moved = found.step, found.rounds, True
         if found.outer_optimizer is not None:
             self._load_outer_optimizer(found.outer_optimizer)
-        if self.group.rank() == 0:
-            log.notice(f"{type(self).__name__}: loaded the state of step {self._step}")
+        kind = type(self).__name__
+        log.of(self.group).notice(f"{kind}: loaded the state of step {self._step}")
 
     @property
     def ended(self) -> bool:
@@ -301,12 +300,14 @@ class LocalSGD(Stateful):
         function = f"{type(self).__name__}.{method}"
         same = equality_of(f"the calls of {function}")
         given = {"call": {**mine, "number of rounds begun": self._begun}, "own": own}
-        found: list[Any] = next_call_on(self.group, function).agree(
-            given,
+        _, everyone = agree(
+            self.group,
+            function,
+            lambda: (None, given),
             lambda everyone: same([of["call"] for of in everyone]),
             lambda everyone: [of["own"] for of in everyone],
         )
-        return found
+        return list(everyone)
 
     @property
     def _begun(self) -> int:
@@ -371,12 +372,11 @@ class LocalSGD(Stateful):
         compare = equality_of(
             f"the models that are loaded after {kind} was created, without a state of {kind},"
         )
-        next_call_on(self.group, f"load_state_dict of the model of {kind}").agree(mine, compare)
+        agree(self.group, f"load_state_dict of the model of {kind}", lambda: (None, mine), compare)
         for fragment in self._fragments:
             fragment.restart()
         self._loads.begin()
-        if self.group.rank() == 0:
-            log.notice(f"{kind}: continues from the model that was loaded")
+        log.of(self.group).notice(f"{kind}: continues from the model that was loaded")
 
     def _count_step(self) -> None:
         if self._ended:

@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -31,7 +32,7 @@ class Watch:
 
     Args:
         kind: Name of its class, for messages.
-        warns: Whether this process warns for all.
+        group: Group that averages.
         model: Model that takes the local steps.
         trained: Its parameters that do.
         counter: Counter of its optimizers' steps.
@@ -45,7 +46,7 @@ class Watch:
     def __init__(
         self,
         kind: str,
-        warns: bool,
+        group: dist.ProcessGroup,
         model: torch.nn.Module,
         trained: Tensors,
         counter: StepCounter,
@@ -59,7 +60,8 @@ class Watch:
             _registered = True
         self.moved = False
         self.trained = {id(parameter) for parameter in trained.values()}
-        self._kind, self._warns, self._model = kind, warns, model
+        self._kind, self._model = kind, model
+        self._log, self._alone = log.of(group), group.size() == 1
         self._largest = max(trained.values(), key=torch.Tensor.numel)
         self._counter, self._loads, self._restart = counter, loads, restart
         self._uncounted = 0  # optimizer steps since the last that counts
@@ -139,8 +141,8 @@ class Watch:
         return any(id(parameter) in self.trained for parameter in parameters_of(optimizer))
 
     def _warn(self, message: str) -> None:
-        if self._warns:
-            log.warning(message)
+        if not self._alone:
+            self._log.warning(message)
 
 
 _running: WeakSet[Watch] = WeakSet()

@@ -72,7 +72,7 @@ TEST(Options, Names) {
   EXPECT_EQ(error_with(&Options::inner, ""),
             "inner must be 'auto' or the name of a backend, got ''");
   EXPECT_EQ(error_with(&Options::scope, static_cast<Scope>(9)),
-            "scope must be 'backward', 'attached', 'always' or 'never', got 'unknown (9)'");
+            "scope must be 'backward', 'attached' or 'never', got 'unknown (9)'");
 }
 
 TEST(Options, DTypes) {
@@ -97,11 +97,11 @@ TEST(Options, CheckEveryIsNotNegative) {
 }
 
 TEST(Options, ScopeNamesRoundTrip) {
-  for (const char* name : {"backward", "attached", "always", "never"}) {
+  for (const char* name : {"backward", "attached", "never"}) {
     EXPECT_EQ(to_string(parse_scope(name)), name);
   }
   EXPECT_EQ(test::error_of([] { parse_scope("all"); }),
-            "scope must be 'backward', 'attached', 'always' or 'never', got 'all'");
+            "scope must be 'backward', 'attached' or 'never', got 'all'");
 }
 
 TEST(Options, DTypeNamesRoundTrip) {

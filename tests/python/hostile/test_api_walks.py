@@ -29,7 +29,7 @@ POOL = RankPool(WORLD_SIZE, ApiWalk)
 
 OPTIONS = st.fixed_dictionaries(
     {
-        "scope": st.sampled_from(["backward", "backward", "attached", "always", "never"]),
+        "scope": st.sampled_from(["backward", "backward", "attached", "never"]),
         "start_powerSGD_iter": st.sampled_from([0, 1, 2, 10**9]),
         "matrix_approximation_rank": st.sampled_from([1, 2, 3]),
         "use_error_feedback": st.sampled_from([True, True, True, False]),

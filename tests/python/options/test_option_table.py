@@ -35,7 +35,7 @@ def _changed(name: str) -> Any:
         return not default
     if isinstance(default, (int, float)):
         return default + (0.25 if FIELDS[name].type == "float" else 1)
-    return {"scope": "always", "inner": "gloo"}.get(name, torch.bfloat16)
+    return {"scope": "never", "inner": "gloo"}.get(name, torch.bfloat16)
 
 
 def _members_of_struct(source: str) -> list[str]:

@@ -34,7 +34,7 @@ VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "orthogonalization_epsilon": (1e-6, "1e-6", [-1e-9, 1.5, math.inf, math.nan]),
     "random_seed": (3, "3", [-1, 2**70]),
     "compression_stats_logging_frequency": (5, "5", [0, -3, 2**70]),
-    "scope": ("always", "always", ["", "Always", "some", 3, b"always"]),
+    "scope": ("attached", "attached", ["", "always", "Attached", "some", 3, b"always"]),
     "min_numel": (9, "9", [0, -9, 2**70]),
     "inner": ("gloo", "gloo", ["", b"gloo", "mpi", "powersgd", "glo", "Gloo"]),
     "wire_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int2", "", b"int8"]),
@@ -180,7 +180,7 @@ def test_an_unknown_variable_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("POWERSGD_RANK", "4")
-    for known in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH"):
+    for known in ("BUILD_CUDA", "COMMIT"):
         monkeypatch.setenv(f"POWERSGD_{known}", "0")
     monkeypatch.setenv("POWERSGD_MIN_NUMEL", "22")
     resolve(None)

@@ -28,7 +28,6 @@ LAYERS = {
     "compressor": r"include/powersgd/(compressor|dtypes|parameter_state|payload|step_counter)\.h"
     r"|include/powersgd/(traffic|workspace)\.h|csrc/compressor/",
     "torch compat": r"include/powersgd/torch_compat\.h",
-    "ports": r"include/powersgd/listening_ports\.h|csrc/ports/",
     "engine": r"include/powersgd/(first_error|interpreter)\.h|csrc/engine/",
     "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",
     "gradients": r"include/powersgd/(session|stats|stage_probe|ddp_hook|scope_override)\.h"
@@ -51,13 +50,12 @@ MAY_INCLUDE = {
     "compressor": ["options", "plan", "kernels"],
     "engine": [],
     "torch compat": [],
-    "ports": [],
     "forwarding": ["torch compat", "engine"],
     "gradients": ["options", "plan", "compressor", "engine"],
     "backend": ["options", "torch compat", "engine", "forwarding", "gradients"],
     "bindings": [
         *("options", "plan", "kernels", "compressor", "engine", "forwarding", "gradients"),
-        *("ports", "backend"),
+        "backend",
     ],
 }
 
@@ -82,7 +80,6 @@ MAY_INCLUDE_ELSE = {
     "cuda kernels": f"{STANDARD}|{CUDA_RUNTIME}",
     "compressor": f"{STANDARD}|{ATEN}",
     "torch compat": C10D,
-    "ports": rf"{STANDARD}|(link|unistd|netinet/in|sys/mman|sys/socket)\.h",
     "engine": C10D,
     "forwarding": C10D,
     "gradients": C10D,

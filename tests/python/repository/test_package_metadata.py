@@ -106,7 +106,7 @@ def test_a_wheel_takes_the_torch_that_it_was_built_with(
     assert re.fullmatch(rf"{VERSION}\+torch{re.escape(TORCH)}\.(cpu|cu\d+)", message["Version"])
     assert f"Repository, {REPOSITORY}" in message.get_all("Project-URL", [])
     assert message["Description-Content-Type"] == "text/markdown"
-    extras = {"bench", "demo", "docs", "lint", "rich", "test", "test-long", "test-torchtitan"}
+    extras = {"bench", "demo", "lint", "rich", "test", "test-long", "test-torchtitan"}
     assert set(message.get_all("Provides-Extra", [])) == extras
     assert relative_targets(str(message.get_payload())) == []
     scripts = importlib.metadata.PathDistribution(file.parent).entry_points
@@ -162,6 +162,9 @@ def test_all_files_name_the_same_pythons() -> None:
     assert f'target-version = "py{oldest.replace(".", "")}"' in project  # of ruff
     assert f"| Python | {', '.join(pythons)};" in install
     assert f"Python {oldest} to {newest}," in _text("README.md")
+    torches = re.search(r"torch: \[(.*)\]", _text(".github/workflows/wheels.yml"))
+    assert torches
+    assert "| torch | {} |".format(torches[1].replace('"', "")) in install
     wheels = re.search(r"python: \[(.*)\]", _text(".github/workflows/wheels.yml"))
     assert wheels
     assert re.findall(r"3\.\d+", wheels[1]) == pythons

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
+from support.groups import compress
 from support.on_ranks import on_ranks
 from support.synthetic import (
     gradient,
@@ -186,9 +187,9 @@ def test_each_model_has_counts_of_its_own_and_the_group_has_all(rank: int) -> No
 
 @on_ranks()
 def test_stats_of_a_group(rank: int) -> None:
-    options = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0)
     group = dist.new_group(backend="cpu:powersgd", pg_options=options)
-    dist.all_reduce(gradient([64, 64], rank), group=group)
+    compress(gradient([64, 64], rank), group=group)
     assert tp.stats(group)["compressed_calls"] == 1
     assert tp.stats()["compressed_calls"] == 0
     with pytest.raises(ValueError, match="no powersgd backend"):

@@ -214,8 +214,11 @@ def test_what_has_no_gradients_is_not_attached(rank: int) -> None:
         ({}, "attach needs at least one tensor, got an empty dict"),
         ({5: ones}, "tensor names must be strings, got 5"),
         ({"w": ones.int()}, "'w' must be floating-point or complex, got torch.int32"),
-        ({"w": ones.to_sparse()}, "'w' must be a dense tensor, got torch.sparse_coo"),
-        ({"w": [1.0]}, "'w' must be a dense tensor, got list"),
+        (
+            {"w": ones.to_sparse()},
+            "'w' must be a dense tensor, got <Tensor: torch.float32, torch.s",
+        ),
+        ({"w": [1.0]}, "'w' must be a dense tensor, got [1.0]"),
         ({"w": ones[rank:]}, "rank 0 has 'w' float32 [3, 3] where rank 1 has 'w' float32 [2, 3]"),
         ({f"w{rank}": ones}, "rank 0 has 'w0' float32 [3, 3] where rank 1 has 'w1' float32"),
         ({"w": ones.double() if rank else ones}, "where rank 1 has 'w' float64 [3, 3]"),
