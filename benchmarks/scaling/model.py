@@ -15,8 +15,8 @@ import torch
 
 from scaling.settings import METHODS, ONE_BUCKET, WIRES, Setting, layout_of, options_of
 from torch_powersgd._core import _C
+from torch_powersgd.cli.footprint import Layout, elements_of, matrices_of
 from torch_powersgd.options import to_core
-from torch_powersgd.tools.footprint import Layout, elements_of, matrices_of
 
 TIMED_WORLDS = (2, 8, 32, 128, 512, 1024)
 TIMED_MODELS = ("100 M", "1 B")

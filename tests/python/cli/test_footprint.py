@@ -8,8 +8,8 @@ import torch
 
 import torch_powersgd as tp
 from torch_powersgd._core import _C
+from torch_powersgd.cli.footprint import buckets_of, footprint_of
 from torch_powersgd.options import to_core
-from torch_powersgd.tools.footprint import buckets_of, footprint_of
 
 SHAPES = [[300, 200], [300], [200, 300], [7]]
 

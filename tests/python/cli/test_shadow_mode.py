@@ -28,7 +28,7 @@ from support.synthetic import (
     mean_gradients,
     step,
 )
-from torch_powersgd.tools.plan import rows_of
+from torch_powersgd.cli.plan import rows_of
 
 STEPS = 5
 Errors = dict[str, float]
