@@ -10,14 +10,14 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
+from torch_powersgd.agreement import agree
 from torch_powersgd.group_backends import BACKENDS
-from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
+from torch_powersgd.store_agreement import equality_of
 
 PEERS, PINGS = 8, 5  # processes whose delay is measured, and messages to each
 
@@ -62,20 +62,18 @@ def on_every_process(make: Callable[[], T], outline: Callable[[T], str] = lambda
     """
     group = dist.group.WORLD
     assert group is not None
-    try:
+
+    def make_with_outline() -> tuple[T, dict[str, Any]]:
         made = make()
-        mine = {"outline": outline(made)}
-    except ValueError as error:
-        mine = error_as_arguments(error)
-    except Exception as error:  # The other processes must not wait for this one.
-        traceback.print_exc()
-        mine = {"error": f"{type(error).__name__}: {error}"}
+        return made, {"outline": outline(made)}
+
     try:
         compare = equality_of("the model and the arguments")
-        next_call(group, "advise", default_pg_timeout).agree(mine, compare)
+        return agree(group, "advise", make_with_outline, compare)[0]
     except ValueError as error:
+        if not isinstance(error.__context__, ValueError | None):
+            traceback.print_exception(error.__context__)
         raise SharedError(str(error)) from None
-    return made
 
 
 def slowest(
