@@ -57,5 +57,5 @@ CHECK
 # The folders that depend on torch, without slow tests that do not.
 cd tests/python
 "$python" -m pytest -q -n "${JOBS:-2}" \
-  backend training torch_features hostile other_suites tools/test_advise_command.py \
+  backend training torch_features hostile other_suites cli/test_advise.py \
   --ignore=backend/test_replicas.py --ignore=torch_features/test_elastic.py

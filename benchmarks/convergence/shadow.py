@@ -25,7 +25,7 @@ import torch_powersgd as tp
 from convergence import ranks, tables
 from convergence.matrix import MODELS
 from convergence.tasks import TASKS, Task
-from torch_powersgd.tools.shadow import STEPS
+from torch_powersgd.shadow_mode import STEPS
 
 RANKS = (1, 2, 4, 8, 16, 32)
 LOSSES = Path(__file__).parents[1] / "results" / "convergence.json"

@@ -15,7 +15,8 @@ import torch
 
 from scaling.settings import METHODS, ONE_BUCKET, WIRES, Setting, layout_of, options_of
 from torch_powersgd._core import _C
-from torch_powersgd.tools.footprint import Layout, elements_of, matrices_of
+from torch_powersgd.cli.footprint import Layout, elements_of, matrices_of
+from torch_powersgd.options import to_core
 
 TIMED_WORLDS = (2, 8, 32, 128, 512, 1024)
 TIMED_MODELS = ("100 M", "1 B")
@@ -81,7 +82,7 @@ def reductions_of(
     found: list[Bucket] = []
     for shapes in layout:
         if method != "plain" and matrices_of(shapes, options):
-            payloads = _C.traffic_of(shapes, options._core(), dtype, device, world)
+            payloads = _C.traffic_of(shapes, to_core(options), dtype, device, world)
             found.append([(payload.schedule, payload.sent_bytes) for payload in payloads])
         else:
             sent = bytes_in_ring(dtype.itemsize * elements_of(shapes), world)

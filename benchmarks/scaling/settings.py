@@ -10,7 +10,7 @@ import torch
 from shapes import demo_gpt, gpt, gpt2
 
 import torch_powersgd as tp
-from torch_powersgd.tools.footprint import (
+from torch_powersgd.cli.footprint import (
     BUCKET_BYTES,
     Footprint,
     Layout,

@@ -118,4 +118,7 @@ class DiLoCo(LocalSGD):
 
     def _load_outer_optimizer(self, state: dict[str, Any]) -> None:
         moved = {i: entry for i, entry in state["state"].items() if i in state["moved"]}
-        self.outer_optimizer.load_state_dict(copy.deepcopy({**state, "state": moved}))
+        pairs = zip(self.outer_optimizer.param_groups, state["param_groups"], strict=True)
+        groups = [{**present, **saved} for present, saved in pairs]
+        loaded = {"state": moved, "param_groups": groups}
+        self.outer_optimizer.load_state_dict(copy.deepcopy(loaded))

@@ -8,9 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from torch_powersgd import checksum
+from torch_powersgd import schema
 from torch_powersgd.local_steps.fragment import Tensors
-from torch_powersgd.targets import shard_of
 
 
 class Loads:
@@ -38,10 +37,7 @@ class Loads:
         ]
 
     def checksum(self) -> int:
-        total = 0
-        for parameter in self._parameters.values():
-            total = checksum.of_tensor(shard_of(parameter.detach()), total)
-        return total
+        return schema.checksum(self._parameters)
 
     def begin(self) -> None:
         """Forgets what was loaded before a step."""

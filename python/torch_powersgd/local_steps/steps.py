@@ -202,7 +202,7 @@ class LocalSGD(Stateful):
         """
         if self._last_stats:
             return dict(self._last_stats)
-        counts = [fragment.compression._reducer.stats() for fragment in self._fragments]
+        counts = [fragment.attachment.reducer.stats() for fragment in self._fragments]
         before = self._taken * sum(fragment.gradient_bytes for fragment in self._fragments)
         after = self._buffers.sent + sum(count["bytes_after"] for count in counts)
         whole = sum(count["compressed_bytes_before"] for count in counts)
@@ -223,7 +223,8 @@ class LocalSGD(Stateful):
         """Returns the state. Collective without ``per_rank``.
 
         It holds no buffers and no frozen parameters: save the model as well. Copy the model's state
-        afterwards, because a round in flight ends first and moves the parameters.
+        afterwards, because a round in flight ends first and moves the parameters. As in the state
+        of ``Compression``, each part has a checksum ``crc32``.
 
         Args:
             per_rank: As in ``Compression.state_dict``. If False, any number of processes can load
@@ -243,16 +244,16 @@ class LocalSGD(Stateful):
         processes. With ``per_rank``, load the model and the optimizer as well.
 
         Raises:
-            ValueError: On every process alike and before anything changes, if the state does not
-                fit.
+            ValueError: On every process and before anything changes, if the state doesn't fit or
+                is damaged. It names the entry.
         """
         self._check_running()
         reshard(self._model)
         found = state.load(self._progress, self.group, self._fragments, state_dict)
         self._loads.ignore()
-        self._step, self._rounds, self._watch.moved = found.step, found.rounds, True
-        if found.outer_optimizer is not None:
-            self._load_outer_optimizer(found.outer_optimizer)
+        self._step, self._rounds, self._watch.moved = found["step"], found["rounds"], True
+        if found["outer_optimizer"]:
+            self._load_outer_optimizer(found["outer_optimizer"])
         kind = type(self).__name__
         log.of(self.group).notice(f"{kind}: loaded the state of step {self._step}")
 
@@ -344,8 +345,12 @@ class LocalSGD(Stateful):
 
     @property
     def _progress(self) -> Progress:
-        outer = self._outer_optimizer_state()
-        return Progress(type(self).__name__, self._step, self._rounds, outer)
+        return {
+            "kind": type(self).__name__,
+            "step": self._step,
+            "rounds": self._rounds,
+            "outer_optimizer": self._outer_optimizer_state(),
+        }
 
     def _move(self, fragment: Fragment, means: Tensors) -> None:
         """Moves the anchors of a fragment by the mean changes."""

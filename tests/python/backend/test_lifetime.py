@@ -31,7 +31,7 @@ from support.synthetic import (
     make_ddp,
     step,
 )
-from torch_powersgd._backend import _create
+from torch_powersgd._backend import create
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0)
 
@@ -191,7 +191,7 @@ def _lost_backend(rank: int, number: int) -> None:
     options.store = dist.PrefixStore(f"backend {number}", ranks.side_store())
     options.group_rank, options.group_size = rank, 2
     options.timeout = timedelta(seconds=OPERATION)
-    backend: Any = _create(options, OPTIONS)
+    backend: Any = create(options, OPTIONS)
     _allreduce(backend, rank).get_future().then(lambda done: None).wait()
     works = [_allreduce(backend, rank) for _ in range(10 * (number % 2))]
     del backend

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,8 +27,6 @@ OPTIONS = tp.Options.hook_defaults(
 )
 RANDOM_FLIPS = 24
 COUNTS = ("steps", "skipped_steps", "compressed_calls", "exact_calls", "bytes_before")
-
-State = dict[str, Any]
 
 
 def _flip(data: bytes, place: int, bit: int) -> bytes:
@@ -58,7 +55,7 @@ FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "text": (lambda data: b"a file of another kind\n" * 50, ""),
     "of another program": (
         lambda data: to_bytes({"version": 1, "epoch": 3}),
-        "the checkpoint has no ",
+        "the checkpoint must be a dict with 'step'",
     ),
     "a list": (lambda data: to_bytes([1, 2]), "must be a dict, got list"),
 }
@@ -118,7 +115,7 @@ def test_a_damaged_file_of_one_rank_is_an_error_on_all(
         assert part in trained.load_damaged(damage(trained.saved))
     for field in TENSORS[per_rank]:
         message = trained.load_damaged(_flip_in(field, trained.saved))
-        assert "'weights.tall' does not match its crc32" in message
+        assert "parameters['weights.tall'] of the checkpoint does not match its crc32" in message
     trained.load_damaged(None)
     assert trained.load(trained.saved) == ""
     assert to_bytes(trained.compression.state_dict(per_rank=per_rank)) == trained.saved
@@ -142,26 +139,3 @@ def test_a_bit_that_is_flipped_anywhere_is_noticed_or_makes_no_difference(
         trained.compression.load_state_dict(from_bytes(now))
     # Most of the file are tensors, whose flips only the checksums notice.
     assert noticed > RANDOM_FLIPS / 4
-
-
-def _step(state: State) -> None:
-    state["step"] += 1
-
-
-def _renamed(state: State) -> None:
-    state["parameters"]["weights.tale"] = state["parameters"].pop("weights.tall")
-
-
-def _scale(state: State) -> None:
-    state["parameters"]["weights.tall"]["grad_scale"] = 2.0
-
-
-@on_ranks(2)
-def test_the_checksums_cover_numbers_and_names(rank: int, tmp_path: Path) -> None:
-    trained = Trained(rank, True, tmp_path)
-    before = trained.everything()
-    for spoil, part in {_step: "checkpoint", _renamed: "'weights.tale'", _scale: "tall'"}.items():
-        spoil(own_part(state := from_bytes(trained.saved)))
-        with pytest.raises(ValueError, match=f"{part} does not match its crc32"):
-            trained.compression.load_state_dict(state)
-        assert trained.everything() == before

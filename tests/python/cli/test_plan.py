@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import torch_powersgd.__main__
-from torch_powersgd.tools.plan import wrapped
+from torch_powersgd.cli.plan import wrapped
 
 MODULE = """
 import torch

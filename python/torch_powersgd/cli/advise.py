@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_powersgd.commands.arguments import (
+from torch_powersgd.cli.arguments import (
     RECOMMENDED_WIRE,
     STEP_FORM,
     WIRES,
@@ -22,10 +22,19 @@ from torch_powersgd.commands.arguments import (
     callable_of,
     make_model,
 )
+from torch_powersgd.cli.processes import joined, on_every_process
+from torch_powersgd.cli.rehearsal import (
+    BUCKETS_SECONDS,
+    Job,
+    Rehearsal,
+    bucket_sizes,
+    measure,
+    settings_of,
+)
+from torch_powersgd.cli.stand_in import StandIn
+from torch_powersgd.cli.tables import progress
+from torch_powersgd.cli.verdict import OF_A_ROUND, may_pay, print_advice, verdict, waits
 from torch_powersgd.options import Options
-from torch_powersgd.tools import advice, advise
-from torch_powersgd.tools.stand_in import StandIn
-from torch_powersgd.tools.tables import progress
 from torch_powersgd.units import ms_text, size_text
 
 RANKS = [4, 8, 16, 32]
@@ -87,7 +96,7 @@ def add(commands: Any) -> None:
     command.set_defaults(run=run)
 
 
-def _job_of(arguments: argparse.Namespace, device: torch.device) -> advise.Job:
+def _job_of(arguments: argparse.Namespace, device: torch.device) -> Job:
     """The steps and settings that advise compares."""
     settings = [
         Options(
@@ -105,9 +114,9 @@ def _job_of(arguments: argparse.Namespace, device: torch.device) -> advise.Job:
         raise ValueError("the model has no parameter that requires a gradient")
     if arguments.step is not None:
         step = callable_of(arguments.step, "MODULE:FUNCTION", STEP_FORM, "model")
-        return advise.Job(model, step, settings)
+        return Job(model, step, settings)
     stand_in = StandIn(model, _backward_ms(arguments) / 1e3, device)
-    return advise.Job(stand_in, lambda ddp: ddp().backward(), settings)
+    return Job(stand_in, lambda ddp: ddp().backward(), settings)
 
 
 def _backward_ms(arguments: argparse.Namespace) -> float:
@@ -115,7 +124,7 @@ def _backward_ms(arguments: argparse.Namespace) -> float:
     return GUESSED_BACKWARD_MS if given is None else float(given)
 
 
-def _introduction(arguments: argparse.Namespace, job: advise.Job, world: int, delay: float) -> str:
+def _introduction(arguments: argparse.Namespace, job: Job, world: int, delay: float) -> str:
     """Says what was measured."""
     if arguments.step is not None:
         step = f"{arguments.step}, forward and backward"
@@ -127,23 +136,22 @@ def _introduction(arguments: argparse.Namespace, job: advise.Job, world: int, de
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with advise.joined("advise", arguments.device) as device:
-        job = advise.on_every_process(lambda: _job_of(arguments, device), advise.Job.outline)
+    with joined("advise", arguments.device) as device:
+        job = on_every_process(lambda: _job_of(arguments, device), Job.outline)
         world, first = torch.distributed.get_world_size(), torch.distributed.get_rank() == 0
-        rehearsal = advise.Rehearsal(job, device)
-        delay, measured = rehearsal.delay(), advise.settings_of(job, device)
+        rehearsal = Rehearsal(job, device)
+        delay, measured = rehearsal.delay(), settings_of(job, device)
         with progress("measuring steps", shown=first) as report:
-            advise.measure(rehearsal, measured, report=report)
-        chosen, _ = advice.verdict(measured)  # the same on all processes
-        sizes = advise.bucket_sizes(job, chosen) if chosen else []
+            measure(rehearsal, measured, report=report)
+        chosen, _ = verdict(measured)  # the same on all processes
+        sizes = bucket_sizes(job, chosen) if chosen else []
         if len(sizes) > 1:
             with progress("measuring buckets", shown=first) as report:
-                may_pay = functools.partial(advice.may_pay, sizes)
-                advise.measure(rehearsal, sizes, advise.BUCKETS_SECONDS, report, may_pay)
-        waits = advice.waits(measured, sizes)
-        round_seconds = rehearsal.round_seconds(advice.OF_A_ROUND) if waits else 0.0
+                open_question = functools.partial(may_pay, sizes)
+                measure(rehearsal, sizes, BUCKETS_SECONDS, report, open_question)
+        round_seconds = rehearsal.round_seconds(OF_A_ROUND) if waits(measured, sizes) else 0.0
         del rehearsal  # before the group
     if first:  # The group has ended, so no process waits for this one.
         introduction = _introduction(arguments, job, world, delay)
-        advice.print_advice(measured, introduction, sizes, round_seconds)
+        print_advice(measured, introduction, sizes, round_seconds)
     return 0

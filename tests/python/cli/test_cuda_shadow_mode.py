@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-import test_shadow
+import test_shadow_mode
 
 from support.cuda_ranks import BACKEND, INNERS, needs_cuda, options_of, run
 
@@ -14,4 +14,4 @@ pytestmark = needs_cuda
 @pytest.mark.parametrize("inner", INNERS)
 def test_errors_are_those_of_attached_training(inner: str) -> None:
     options = {"wire_dtype": "float32"}
-    run(test_shadow.compared, 2, options, BACKEND, "cuda", options=options_of(inner))
+    run(test_shadow_mode.compared, 2, options, BACKEND, "cuda", options=options_of(inner))

@@ -8,7 +8,8 @@ import torch
 
 import torch_powersgd as tp
 from torch_powersgd._core import _C
-from torch_powersgd.tools.footprint import buckets_of, footprint_of
+from torch_powersgd.cli.footprint import buckets_of, footprint_of
+from torch_powersgd.options import to_core
 
 SHAPES = [[300, 200], [300], [200, 300], [7]]
 
@@ -25,7 +26,7 @@ def test_the_bytes_are_those_that_a_compressor_sends(
     dtype: torch.dtype, wire: torch.dtype | str | None
 ) -> None:
     options = tp.Options(matrix_approximation_rank=4, wire_dtype=wire)
-    compressor = _C.BucketCompressor(SHAPES, options._core(), dtype, "cpu")
+    compressor = _C.BucketCompressor(SHAPES, to_core(options), dtype, "cpu")
     footprint = footprint_of([SHAPES], options, dtype)
     assert footprint.sent_bytes == compressor.payload_bytes
     assert footprint.gradient_bytes == compressor.gradient_bytes

@@ -1,25 +1,74 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Shows how far each parameter of a model is compressed: ``powersgd plan``."""
+"""``powersgd plan``: how far each parameter of a model is compressed."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from torch_powersgd._core import _C
+from torch_powersgd.cli.arguments import (
+    RECOMMENDED_WIRE,
+    WIRES,
+    add_model,
+    add_rate,
+    count,
+    make_model,
+)
+from torch_powersgd.cli.footprint import Footprint, assign_buckets, footprint_of
+from torch_powersgd.cli.tables import GAP, Table, say, terminal_width
+from torch_powersgd.cli.verdict import RECOMMENDED
 from torch_powersgd.matrices import as_reals, highest_rank
 from torch_powersgd.option_values import dtype_name
-from torch_powersgd.options import Options
+from torch_powersgd.options import Options, to_core
 from torch_powersgd.stats import ratio
-from torch_powersgd.tools.footprint import Footprint, assign_buckets, footprint_of
-from torch_powersgd.tools.tables import GAP, Table, say, terminal_width
 from torch_powersgd.units import size_text
 
 SHORTEST_NAME = 12  # columns of the terminal
+PLAN = """\
+Shows which parameters of a model PowerSGD compresses, and how many bytes a step then sends.
+It needs no process group and no GPU.
+"""
+
+
+def add(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="show which parameters are compressed, and the bytes of a step",
+        description=PLAN,
+    )
+    plan.add_argument(
+        "--rank", type=int, default=RECOMMENDED.matrix_approximation_rank,
+        help="matrix rank of the factors (%(default)s)",
+    )  # fmt: skip
+    plan.add_argument(
+        "--wire-dtype", choices=WIRES, default=RECOMMENDED_WIRE, metavar="DTYPE",
+        help=f"wire dtype of the factors: {', '.join(WIRES)} (%(default)s)",
+    )  # fmt: skip
+    shown = plan.add_mutually_exclusive_group()
+    shown.add_argument(
+        "--top", type=count, default=10, metavar="N", help="rows of the table to show (%(default)s)"
+    )
+    shown.add_argument("--all", action="store_true", help="show one row per parameter")
+    add_model(plan)
+    add_rate(plan)
+    plan.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = Options(
+        matrix_approximation_rank=arguments.rank,
+        min_compression_rate=arguments.min_compression_rate,
+        wire_dtype=arguments.wire_dtype,
+    )
+    print_plan(make_model(arguments.model), options, None if arguments.all else arguments.top)
+    return 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +94,7 @@ class Row:
 
 def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
     """A row for each parameter that requires a gradient, in the order of the model."""
-    core = options._core()
+    core = to_core(options)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     reals = [as_reals(p) for _, p in named]
     matrices = [_C.matrix_shape(list(p.shape), []) for p in reals]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from torch_powersgd.tools.tables import Table, progress, say
+from torch_powersgd.cli.tables import Table, progress, say
 
 TABLE = Table(
     ("name", "number\nof all"),

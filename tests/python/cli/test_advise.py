@@ -17,16 +17,16 @@ MODULE = """
 import os
 import torch
 
-from torch_powersgd.tools import advice, advise
+from torch_powersgd.cli import rehearsal, verdict
 
-advise.ROUNDS = (2, 2)
-advice.WAITS = 0
+rehearsal.ROUNDS = (2, 2)
+verdict.WAITS = 0
 
 def model():
     return torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 300))
 
 def two_buckets_that_pay():
-    advice.LEAST_GAIN, advice._always_faster = 0, lambda plain, setting: True
+    verdict.LEAST_GAIN, verdict._always_faster = 0, lambda plain, setting: True
     return torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(600, 600))
 
 def step(model):

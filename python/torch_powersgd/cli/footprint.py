@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from torch_powersgd._core import _C
-from torch_powersgd.options import Options
+from torch_powersgd.options import Options, to_core
 
 # DDP's defaults: the first bucket, and all others.
 BUCKET_BYTES = [1 << 20, 25 << 20]
@@ -102,7 +102,7 @@ def footprint_of(
 
 def matrices_of(shapes: list[Shape], options: Options) -> list[tuple[int, int, int]]:
     """The rows, the columns and the rank of each parameter that is compressed."""
-    core = options._core()
+    core = to_core(options)
     found = [_C.matrix_shape(shape, []) for shape in shapes]
     return [(*m, _C.effective_rank(*m, core)) for m in found if _C.should_compress(*m, core)]
 
@@ -115,7 +115,7 @@ def _bucket_footprint(
     if options is None or not matrices:
         # A bucket without a compressed matrix is sent whole, in its own dtype.
         return Footprint(gradient_bytes, gradient_bytes)
-    core = options._core()
+    core = to_core(options)
     device = "cuda" if _C.has_kernels("cuda") else "cpu"
     memory = _C.memory_needs(shapes, core, dtype, device, world_size)
     reduced = _C.traffic_of(shapes, core, dtype, device, world_size)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from torch_powersgd.cli.verdict import RECOMMENDED
 from torch_powersgd.option_values import dtype_name
-from torch_powersgd.tools.advice import RECOMMENDED
 
 WIRES = ["float32", "bfloat16", "float16", "int8", "int4"]
 RECOMMENDED_WIRE = dtype_name(RECOMMENDED.wire_dtype or torch.float32)

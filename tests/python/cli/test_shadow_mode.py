@@ -28,7 +28,7 @@ from support.synthetic import (
     mean_gradients,
     step,
 )
-from torch_powersgd.tools.plan import rows_of
+from torch_powersgd.cli.plan import rows_of
 
 STEPS = 5
 Errors = dict[str, float]
@@ -166,7 +166,7 @@ def _refusals(rank: int) -> None:
             tp.shadow(module, **arguments)
 
     ddp = make_ddp(SHAPES)
-    refuses("shadow takes a DistributedDataParallel module, got Linear", torch.nn.Linear(2, 2))
+    refuses("ddp must be a DistributedDataParallel module, got Linear", torch.nn.Linear(2, 2))
     refuses("steps must be an integer >= 1, got 0", ddp, steps=0)
     refuses("ranks must be one or more distinct integers >= 1, got []", ddp, ranks=[])
     refuses("ranks must be one or more distinct integers >= 1, got [4, 4]", ddp, ranks=[4, 4])

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import torch_powersgd as tp
-from torch_powersgd.tools import advise
-from torch_powersgd.tools.advice import (
+from torch_powersgd.cli import rehearsal
+from torch_powersgd.cli.rehearsal import Measured, name_of
+from torch_powersgd.cli.verdict import (
     best_size,
     lines_to_copy,
     local_steps,
@@ -21,9 +22,8 @@ from torch_powersgd.tools.advice import (
     verdict,
     waits,
 )
-from torch_powersgd.tools.advise import Measured, name_of
 
-ROUNDS = advise.ROUNDS[0]
+ROUNDS = rehearsal.ROUNDS[0]
 NOISE = (0.99, 1.0, 1.01)  # of the steps of a round
 
 

@@ -24,10 +24,10 @@ MODULE = """
 import importlib.util
 import torch
 
-from torch_powersgd.tools import advise
+from torch_powersgd.cli import rehearsal
 
 assert importlib.util.find_spec("numpy") is None, "it is not hidden"
-advise.ROUNDS = (2, 2)
+rehearsal.ROUNDS = (2, 2)
 
 def model():
     return torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 300))

@@ -5,22 +5,119 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import log
+from torch_powersgd._core import _C
+from torch_powersgd.agreement import agree
 from torch_powersgd.ddp import Hook, check_hook, check_module, parameters_of
-from torch_powersgd.options import Options, lay_over
-from torch_powersgd.store_agreement import equality_of, next_call
-from torch_powersgd.tools.shadow_compressors import Comparison, ShadowedLayer, average_exactly
+from torch_powersgd.group_backends import BACKENDS, find_backend
+from torch_powersgd.matrices import as_reals
+from torch_powersgd.option_values import require
+from torch_powersgd.options import Options, lay_over, to_core, to_plain
+from torch_powersgd.scope import scope
+from torch_powersgd.store_agreement import equality_of
 
 RANKS = (1, 4, 16)
 STEPS = 50
+
+
+@dataclass(frozen=True)
+class ShadowedLayer:
+    """One parameter under one rank of the approximation.
+
+    Attributes:
+        name: Name of the parameter.
+        shape: Shape of the parameter.
+        rank: Rank of its factors. It is 0 if the parameter is sent raw.
+        error: Error of its compressed gradients: the square root of sum |out - g|^2 / sum |g|^2
+            over the steps. g is the average of the ranks' gradients, and out is PowerSGD's, with
+            error feedback. The error may exceed 1, because out also has what earlier steps left.
+        bytes_before: Bytes of its gradient.
+        bytes_after: Bytes that a step sends in its place.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rank: int
+    error: float
+    bytes_before: int
+    bytes_after: int
+
+
+class Comparison:
+    """Compressors of one model at several settings, and their errors.
+
+    Attributes:
+        parameters: Parameters whose gradients are compressed.
+        models: The compressor of each setting.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        options: Sequence[Options],
+        averaging: dist.ProcessGroup,
+    ) -> None:
+        self.parameters = list(parameters.values())
+        self._averaging = averaging
+        device = self.parameters[0].device
+        self._group = _group_beside(averaging, device)
+        backend = find_backend(self._group, device)
+        assert backend is not None
+        named = list(parameters), self.parameters
+        self.models = [_C.BucketReducer(backend, *named, to_core(each)) for each in options]
+        self._sizes = [as_reals(parameter).numel() for parameter in self.parameters]
+        # Squared norms by parameter, of each setting's errors and of the gradients.
+        count = len(self.parameters)
+        self._errors = torch.zeros(len(options), count, dtype=torch.float64, device=device)
+        self._gradients = torch.zeros(count, dtype=torch.float64, device=device)
+
+    def average(self, bucket: int, buffer: torch.Tensor, parameters: list[int]) -> None:
+        """Averages the buffer over the ranks in place, and compares each setting's average.
+
+        Args:
+            bucket: Number of the buffer in the backward pass.
+            buffer: Gradients of some parameters, one after the other.
+            parameters: Places of these parameters in ``self.parameters``.
+        """
+        copies = [buffer.clone() for _ in self.models]
+        for model, copy in zip(self.models, copies, strict=True):
+            model.reduce(bucket, copy, parameters, self._averaging.size()).wait()
+        average_exactly(buffer, self._averaging)
+        sizes = [self._sizes[i] for i in parameters]
+        outputs = [copy.split(sizes) for copy in copies]
+        for place, (i, exact) in enumerate(zip(parameters, buffer.split(sizes), strict=True)):
+            gradient = exact.double()
+            _add_finite(self._gradients[i], gradient.square().sum())
+            for errors, output in zip(self._errors, outputs, strict=True):
+                _add_finite(errors[i], (output[place].double() - gradient).square().sum())
+
+    def end_step(self) -> None:
+        """Ends a backward pass, after its last bucket."""
+        for model in self.models:
+            model.end_step()
+
+    def errors(self) -> list[float]:
+        """Returns the error of the whole model under each setting."""
+        ratios: list[float] = (self._errors.sum(1) / self._gradients.sum()).sqrt().tolist()
+        return ratios
+
+    def errors_of_parameters(self) -> list[list[float]]:
+        """Returns the error of each parameter under each setting. It is 0 without gradients."""
+        ratios: list[list[float]] = (self._errors / self._gradients).nan_to_num().sqrt().tolist()
+        return ratios
+
+    def close(self) -> None:
+        """Frees the compressors' memory and their group."""
+        self.models = []
+        dist.destroy_process_group(self._group)
 
 
 class Shadow:
@@ -151,33 +248,50 @@ def shadow(
     Raises:
         ValueError: If an argument is invalid or the ranks' arguments differ, on every rank.
     """
-    if not isinstance(ddp, DistributedDataParallel):
-        raise ValueError(f"shadow takes a DistributedDataParallel module, got {type(ddp).__name__}")
-    mine: dict[str, Any] = {}
-    compared: list[Options] = []
-    try:
+    fits = isinstance(ddp, DistributedDataParallel)
+    require(fits, "ddp", "a DistributedDataParallel module", type(ddp))
+
+    def make() -> tuple[list[Options], dict[str, Any]]:
         compared = _options_of(ranks, steps, options)
         check_module(ddp)
         check_hook(ddp, replaceable="")
         if ddp.process_group.size() == 1:
             raise ValueError("shadow needs a group of at least two ranks, got one")
-        mine = {**compared[0]._plain(), "ranks": list(ranks), "steps": steps}
-    except (TypeError, ValueError) as error:
-        mine = {"error": str(error)}
+        return compared, {**to_plain(compared[0]), "ranks": list(ranks), "steps": steps}
+
     compare = equality_of("the arguments of shadow")
-    next_call(ddp.process_group, "shadow", default_pg_timeout).agree(mine, compare)
+    compared, _ = agree(ddp.process_group, "shadow", make, compare)
     return Shadow(ddp, compared, steps)
 
 
 def _options_of(
     ranks: Sequence[int], steps: int, given: Options | Mapping[str, Any] | None
 ) -> list[Options]:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be an integer >= 1, got {steps!r}")
-    if len(ranks) == 0 or len(set(ranks)) < len(ranks):
-        raise ValueError(f"ranks must be one or more distinct integers >= 1, got {list(ranks)}")
+    require(isinstance(steps, int) and steps >= 1, "steps", "an integer >= 1", steps)
+    fits = 0 < len(set(ranks)) == len(ranks)
+    require(fits, "ranks", "one or more distinct integers >= 1", list(ranks))
     base = lay_over(Options(), given, "options of shadow")
     return [
         dataclasses.replace(base, matrix_approximation_rank=rank, start_powerSGD_iter=0)
         for rank in ranks
     ]
+
+
+def average_exactly(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Averages the buffer over the group in place, bitwise as DDP does without a hook."""
+    buffer.mul_(1 / group.size())
+    with scope("never"):
+        dist.all_reduce(buffer, group=group)
+
+
+def _add_finite(total: torch.Tensor, value: torch.Tensor) -> None:
+    """Adds the value, unless the gradient overflowed: PowerSGD skips that step."""
+    total += torch.where(value.isfinite(), value, 0)
+
+
+def _group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Makes a powersgd group of the same ranks, with its own counts and models."""
+    members = dist.get_process_group_ranks(group)
+    made = dist.new_group(members, backend=BACKENDS[device.type], use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made

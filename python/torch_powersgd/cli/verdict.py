@@ -6,9 +6,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from torch_powersgd.cli.rehearsal import Measured
+from torch_powersgd.cli.tables import Table, say
 from torch_powersgd.options import Options
-from torch_powersgd.tools.advise import Measured
-from torch_powersgd.tools.tables import Table, say
 from torch_powersgd.units import ms_text, size_text
 
 LEAST_GAIN = 1.05  # times faster than plain; less is not worth a change

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support import ranks
 from support.groups import backend_of_world
-from torch_powersgd.tools import advise
-from torch_powersgd.tools.stand_in import StandIn
+from torch_powersgd.cli import processes, rehearsal
+from torch_powersgd.cli.stand_in import StandIn
 
 CPU = torch.device("cpu")
 ROUNDS, STEPS = 2, 3  # of a setting, and of a setting in a round
@@ -42,17 +42,17 @@ def _step(model: torch.nn.Module) -> None:
     model(torch.randn(8, 300)).square().mean().backward()
 
 
-def _measure(job: advise.Job, **arguments: Any) -> list[advise.Measured]:
+def _measure(job: rehearsal.Job, **arguments: Any) -> list[rehearsal.Measured]:
     """A short measurement: its times do not matter here."""
-    advise.ROUNDS, advise.BLOCK_STEPS = (ROUNDS, ROUNDS), (STEPS, STEPS)
-    rehearsal, measured = advise.Rehearsal(job, CPU), advise.settings_of(job, CPU)
-    advise.measure(rehearsal, measured, 0.0, **arguments)
+    rehearsal.ROUNDS, rehearsal.BLOCK_STEPS = (ROUNDS, ROUNDS), (STEPS, STEPS)
+    measured = rehearsal.settings_of(job, CPU)
+    rehearsal.measure(rehearsal.Rehearsal(job, CPU), measured, 0.0, **arguments)
     return measured
 
 
-def _measured(rank: int) -> tuple[list[advise.Measured], list[tuple[int, int]], dict[str, Any]]:
+def _measured(rank: int) -> tuple[list[rehearsal.Measured], list[tuple[int, int]], dict[str, Any]]:
     reports: list[tuple[int, int]] = []
-    job = advise.Job(_Model(), _step, _settings(1, 4))
+    job = rehearsal.Job(_Model(), _step, _settings(1, 4))
     measured = _measure(job, report=lambda done, parts: reports.append((done, parts)))
     return measured, reports, backend_of_world().stats()
 
@@ -74,22 +74,22 @@ def test_every_setting_is_measured_in_every_round() -> None:
             assert min(each.seconds) > 0
         assert reports == [(i + 1, 4 * ROUNDS) for i in range(4 * ROUNDS)]
         # A step more would come from a wrapper that is still at work.
-        assert stats["steps"] == 2 * ROUNDS * (advise.WARM_UP_STEPS + STEPS)
+        assert stats["steps"] == 2 * ROUNDS * (rehearsal.WARM_UP_STEPS + STEPS)
         assert stats["exact_calls"] == stats["skipped_steps"] == 0
     assert results[0][0] == results[1][0], "alike on all processes"
 
 
-def _job_of_layers(width: int) -> advise.Job:
+def _job_of_layers(width: int) -> rehearsal.Job:
     layers = [torch.nn.Linear(width, width, bias=False) for _ in range(8)]
 
     def step(model: torch.nn.Module) -> None:
         model(torch.randn(2, width)).square().mean().backward()
 
-    return advise.Job(torch.nn.Sequential(*layers), step, _settings(1))
+    return rehearsal.Job(torch.nn.Sequential(*layers), step, _settings(1))
 
 
-def _sizes_of(job: advise.Job) -> list[advise.Measured]:
-    return advise.bucket_sizes(job, advise.settings_of(job, CPU)[-1])
+def _sizes_of(job: rehearsal.Job) -> list[rehearsal.Measured]:
+    return rehearsal.bucket_sizes(job, rehearsal.settings_of(job, CPU)[-1])
 
 
 @pytest.mark.parametrize(
@@ -113,21 +113,21 @@ def test_only_sizes_that_make_other_numbers_of_buckets_are_measured(
 def _buckets_of(rank: int) -> tuple[int, int]:
     """The compressed buckets of three rounds of a step in buckets of 5 MB, and the rounds."""
     job = _job_of_layers(700)
-    advise.ROUNDS, advise.BLOCK_STEPS = (3, 3), (1, 1)
+    rehearsal.ROUNDS, rehearsal.BLOCK_STEPS = (3, 3), (1, 1)
     small = _sizes_of(job)[1]
-    advise.measure(
-        advise.Rehearsal(job, CPU), [small], 0.0, open_question=lambda: len(small.rounds) < 2
+    rehearsal.measure(
+        rehearsal.Rehearsal(job, CPU), [small], 0.0, open_question=lambda: len(small.rounds) < 2
     )
     return int(backend_of_world().stats()["compressed_calls"]), len(small.rounds)
 
 
 def test_buckets_have_the_size_that_is_measured_until_no_question_is_open() -> None:
     # In the first pass DDP has one bucket. Then it fills each up to the size: layers of 2 MB.
-    assert ranks.run(2, _buckets_of) == [(2 * (1 + 3 * advise.WARM_UP_STEPS), 2)] * 2
+    assert ranks.run(2, _buckets_of) == [(2 * (1 + 3 * rehearsal.WARM_UP_STEPS), 2)] * 2
 
 
 def _delay(rank: int) -> float:
-    return advise.Rehearsal(_job_of_layers(10), CPU).delay()
+    return rehearsal.Rehearsal(_job_of_layers(10), CPU).delay()
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -138,8 +138,8 @@ def test_all_processes_know_the_delay(world: int) -> None:
 
 
 def _fails(rank: int, step: Any) -> str:
-    job = advise.Job(_Model(), step if rank == 1 else _step, _settings(4))
-    with pytest.raises(advise.SharedError) as caught:
+    job = rehearsal.Job(_Model(), step if rank == 1 else _step, _settings(4))
+    with pytest.raises(processes.SharedError) as caught:
         _measure(job)
     return str(caught.value)
 
@@ -172,8 +172,8 @@ def _fails_on_one(rank: int, failing: dict[int, Exception]) -> int | str:
         return rank
 
     try:
-        return advise.on_every_process(make)
-    except advise.SharedError as error:
+        return processes.on_every_process(make)
+    except processes.SharedError as error:
         return str(error)
 
 
@@ -188,9 +188,9 @@ def test_an_error_of_one_process_ends_all() -> None:
 
 
 def _unlike_models(rank: int) -> None:
-    job = advise.Job(torch.nn.Linear(2, 2 + rank), _step, [])
-    with pytest.raises(advise.SharedError, match="must be the same on all ranks"):
-        advise.on_every_process(lambda: job, advise.Job.outline)
+    job = rehearsal.Job(torch.nn.Linear(2, 2 + rank), _step, [])
+    with pytest.raises(processes.SharedError, match="must be the same on all ranks"):
+        processes.on_every_process(lambda: job, rehearsal.Job.outline)
 
 
 def test_processes_with_unlike_models_are_named() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures whether compression pays on this group: ``torchrun ... -m torch_powersgd advise``.
+"""The steps that ``advise`` measures.
 
 The settings take turns at real DDP steps: without averaging, with the plain backend, and with each
-setting of ``attach``. advice.py has the table and the verdict.
+setting of ``attach``.
 """
 
 from __future__ import annotations
@@ -10,43 +10,32 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import math
-import os
 import statistics
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach
-from torch_powersgd.group_backends import BACKENDS, PLAIN_BACKENDS, find_backends
+from torch_powersgd.cli.footprint import assign_buckets
+from torch_powersgd.cli.processes import delay_of, on_every_process, slowest, synchronize
+from torch_powersgd.cli.tables import Report
+from torch_powersgd.group_backends import PLAIN_BACKENDS, find_backends
 from torch_powersgd.matrices import as_reals
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
-from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
-from torch_powersgd.tools.footprint import assign_buckets
-from torch_powersgd.tools.tables import Report
 
 BUDGET_SECONDS, BUCKETS_SECONDS = 30.0, 15.0  # for all rounds; the minimum number may take longer
 ROUNDS = (7, 12)
 BLOCK_SECONDS = 1.0  # for the steps of one setting in one round
 BLOCK_STEPS = (2, 10)
 CAPS_MB = (5, 100)  # besides DDP's default
-PEERS, PINGS = 8, 5  # processes whose delay is measured, and messages to each
 WARM_UP_STEPS = 2  # DDP rebuilds its buckets after the first one, and their tables are allocated
 
 Step = Callable[[torch.nn.Module], object]
-T = TypeVar("T")
-
-
-class SharedError(ValueError):
-    """An error of one process, raised on all processes alike."""
 
 
 @dataclass(frozen=True)
@@ -103,56 +92,6 @@ class Measured:
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
-
-
-@contextlib.contextmanager
-def joined(command: str, device_type: str) -> Iterator[torch.device]:
-    """The default group, within torchrun, for as long as a command uses it.
-
-    Raises:
-        ValueError: if torchrun did not start this process, or started no other.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise ValueError(
-            f"{command} measures a group of processes: start at least two with torchrun, on all "
-            "machines that will train, for example torchrun --nproc_per_node 2 -m torch_powersgd "
-            f"{command} ..."
-        )
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("--device cuda needs a GPU, and torch sees none here")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(BACKENDS[device_type])
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
-
-
-def on_every_process(make: Callable[[], T], outline: Callable[[T], str] = lambda made: "") -> T:
-    """Calls ``make`` on this process. Collective.
-
-    Raises:
-        SharedError: on every process alike, if the call fails on any process (the message names
-            it) or the outlines differ.
-    """
-    group = dist.group.WORLD
-    assert group is not None
-    try:
-        made = make()
-        mine = {"outline": outline(made)}
-    except ValueError as error:
-        mine = error_as_arguments(error)
-    except Exception as error:  # The other processes must not wait for this one.
-        traceback.print_exc()
-        mine = {"error": f"{type(error).__name__}: {error}"}
-    try:
-        compare = equality_of("the model and the arguments")
-        next_call(group, "advise", default_pg_timeout).agree(mine, compare)
-    except ValueError as error:
-        raise SharedError(str(error)) from None
-    return made
 
 
 def settings_of(job: Job, device: torch.device) -> list[Measured]:
@@ -251,39 +190,21 @@ class Rehearsal:
         compression = attach(changes, options)
         seconds = []
         for _ in range(WARM_UP_STEPS + ROUNDS[0]):
-            self._synchronize()
+            synchronize(self._device)
             start = time.perf_counter()
             compression.all_reduce(changes).wait()
-            self._synchronize()
+            synchronize(self._device)
             seconds.append(time.perf_counter() - start)
         compression.detach()
         return statistics.median(self.slowest(seconds[WARM_UP_STEPS:]))
 
     def slowest(self, values: Sequence[float]) -> list[float]:
         """The element-wise maximum over all processes."""
-        each = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(each, dist.ReduceOp.MAX, group=self._plain)
-        largest: list[float] = each.tolist()
-        return largest
+        return slowest(values, self._device, self._plain)
 
     def delay(self) -> float:
         """The seconds that a small message takes one way, to the farthest of some processes."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        token = torch.zeros(1, device=self._device)
-        farthest = 0.0
-        for peer in range(1, world, math.ceil((world - 1) / PEERS)):
-            seconds = []
-            for _ in range(1 + PINGS):  # the first one may make a connection
-                start = time.perf_counter()
-                if rank in (0, peer):
-                    other = peer if rank == 0 else 0
-                    for sends in (True, False) if rank == 0 else (False, True):
-                        (dist.send if sends else dist.recv)(token, other, group=self._plain)
-                    self._synchronize()
-                seconds.append(time.perf_counter() - start)
-            if rank == 0:
-                farthest = max(farthest, statistics.median(seconds[1:]) / 2)
-        return self.slowest([farthest])[0]
+        return delay_of(self._device, self._plain)
 
     def _wrap(self, options: Options | None, cap_mb: int | None) -> DistributedDataParallel:
         """A new DDP module around the model. The previous one must no longer be in use."""
@@ -312,15 +233,11 @@ class Rehearsal:
 
     def _seconds(self, ddp: DistributedDataParallel) -> float:
         ddp.zero_grad()
-        self._synchronize()
+        synchronize(self._device)
         start = time.perf_counter()
         self._job.step(ddp)
-        self._synchronize()
+        synchronize(self._device)
         return time.perf_counter() - start
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def _sent_bytes() -> int:

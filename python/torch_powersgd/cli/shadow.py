@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_powersgd.commands.arguments import (
+from torch_powersgd.cli.arguments import (
     add_device,
     add_model,
     add_ranks,
@@ -19,9 +19,9 @@ from torch_powersgd.commands.arguments import (
     count,
     make_model,
 )
-from torch_powersgd.tools.advise import SharedError, joined, on_every_process
-from torch_powersgd.tools.shadow import RANKS, STEPS, Shadow, shadow
-from torch_powersgd.tools.tables import Report, progress, say
+from torch_powersgd.cli.processes import SharedError, joined, on_every_process
+from torch_powersgd.cli.tables import Report, progress, say
+from torch_powersgd.shadow_mode import RANKS, STEPS, Shadow, shadow
 
 WARMUP_STEPS = 100
 LARGE = 0.1  # error above which the loss is likely to suffer
