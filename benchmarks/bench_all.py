@@ -135,7 +135,7 @@ PARTS = {
         Measurement("faults", 20, "bench_reliability.py faults"),
         Measurement("restarts", 5, "bench_reliability.py restarts"),
     ],
-    "scaling": [Measurement("scaling", 30, "bench_scaling.py --resume")],
+    "scaling": [Measurement("scaling", 5, "bench_scaling.py")],
     "convergence": [
         Measurement("convergence", 360, "bench_convergence.py losses --resume", picture=True),
         Measurement(

@@ -3,11 +3,10 @@
 
 A table stands between two comments, <!-- table: NAME of FILE --> and <!-- end of table -->. NAME
 is a function in one of the tables modules in benchmarks. It can take arguments:
-<!-- table: losses front language lstm of convergence.json -->. Three kinds of words lay it out:
+<!-- table: losses front language lstm of convergence.json -->. Two kinds of words lay it out:
 
-    -METHOD        without the row of this method
-    bare           without what follows a number in parentheses
-    columns=1,2,5  with these columns only
+    -METHOD   without the row of this method
+    bare      without what follows a number in parentheses
 
     python docs/_tables.py performance
     python docs/_tables.py --write
@@ -47,7 +46,8 @@ _OF_BENCHMARKS: tuple[Callable[..., Table], ...] = (
     of_convergence.unlike_data,
     of_reliability.outcomes,
     of_reliability.suites,
-    *of_scaling.TABLES,
+    of_scaling.larger_groups,
+    of_scaling.sent_by_ranks,
 )
 TABLES = {table.__name__: table for table in _OF_BENCHMARKS}
 
@@ -71,18 +71,14 @@ def _remade(page: Path) -> str:
 
 def _made(found: re.Match[str]) -> str:
     record = json.loads((BENCHMARKS / "results" / found[4]).read_text())
-    layout = [word for word in found[3].split() if re.match("bare$|columns=|-", word)]
+    layout = [word for word in found[3].split() if re.match("bare$|-", word)]
     arguments = [word for word in found[3].split() if word not in layout]
     left_out = [word[1:] for word in layout if word.startswith("-")]
     options = {"without": left_out} if left_out else {}
     headings, rows = TABLES[found[2]](record, *arguments, **options)
     lines = [headings, *rows]
-    for word in layout:
-        if word == "bare":
-            lines = [[re.sub(r"(?<=\d) \(.*\)$", "", cell) for cell in line] for line in lines]
-        elif word.startswith("columns="):
-            kept = [int(number) - 1 for number in word.removeprefix("columns=").split(",")]
-            lines = [[line[column] for column in kept] for line in lines]
+    if "bare" in layout:
+        lines = [[re.sub(r"(?<=\d) \(.*\)$", "", cell) for cell in line] for line in lines]
     return f"{found[1]}\n{markdown((lines[0], lines[1:]))}\n{found[5]}"
 
 
