@@ -249,19 +249,17 @@ def shadow(
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"shadow takes a DistributedDataParallel module, got {type(ddp).__name__}")
-    mine: dict[str, Any] = {}
-    compared: list[Options] = []
-    try:
+
+    def make() -> tuple[list[Options], dict[str, Any]]:
         compared = _options_of(ranks, steps, options)
         check_module(ddp)
         check_hook(ddp, replaceable="")
         if ddp.process_group.size() == 1:
             raise ValueError("shadow needs a group of at least two ranks, got one")
-        mine = {**compared[0]._plain(), "ranks": list(ranks), "steps": steps}
-    except (TypeError, ValueError) as error:
-        mine = {"error": str(error)}
-    compare = equality_of("the arguments of shadow")
-    next_call(ddp.process_group, "shadow", default_pg_timeout).agree(mine, compare)
+        return compared, {**compared[0]._plain(), "ranks": list(ranks), "steps": steps}
+
+    call = next_call(ddp.process_group, "shadow", default_pg_timeout)
+    compared, _ = call.agree_on(make, equality_of("the arguments of shadow"))
     return Shadow(ddp, compared, steps)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from torch_powersgd.group_backends import BACKENDS
-from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
+from torch_powersgd.store_agreement import equality_of, next_call
 
 PEERS, PINGS = 8, 5  # processes whose delay is measured, and messages to each
 
@@ -60,22 +60,24 @@ def on_every_process(make: Callable[[], T], outline: Callable[[T], str] = lambda
         SharedError: on every process alike, if the call fails on any process (the message names
             it) or the outlines differ.
     """
+
+    def outlined() -> tuple[T, dict[str, str]]:
+        try:
+            made = make()
+            return made, {"outline": outline(made)}
+        except ValueError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+
     group = dist.group.WORLD
     assert group is not None
+    call = next_call(group, "advise", default_pg_timeout)
     try:
-        made = make()
-        mine = {"outline": outline(made)}
-    except ValueError as error:
-        mine = error_as_arguments(error)
-    except Exception as error:  # The other processes must not wait for this one.
-        traceback.print_exc()
-        mine = {"error": f"{type(error).__name__}: {error}"}
-    try:
-        compare = equality_of("the model and the arguments")
-        next_call(group, "advise", default_pg_timeout).agree(mine, compare)
+        return call.agree_on(outlined, equality_of("the model and the arguments"))[0]
     except ValueError as error:
         raise SharedError(str(error)) from None
-    return made
 
 
 def slowest(
