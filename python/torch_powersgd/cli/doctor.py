@@ -38,7 +38,7 @@ VARIABLES = re.compile(
     r"|(OMP|MKL)_NUM_THREADS"
 )
 ONLY_LOCAL = ", which no other machine reaches: set GLOO_SOCKET_IFNAME to an interface"
-TCP, TCP_SETTINGS = Path("/proc/sys/net/ipv4"), ("congestion_control", "slow_start_after_idle")
+TCP = Path("/proc/sys/net/ipv4")
 SLOW_START = (
     "after a pause of a second, a message of 200 kB takes 4 round trips instead of one. Near links "
     "don't show it. Over far ones, run sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on every "
@@ -195,7 +195,8 @@ def _tcp() -> Rows:
     By ``tcp_slow_start_after_idle`` (RFC 2861), Linux halves it for each retransmission timeout in
     which the connection sends nothing, unless the congestion control sets its own rate, as BBR.
     """
-    control, restarts = (_read(TCP / f"tcp_{name}") for name in TCP_SETTINGS)
+    control = _read(TCP / "tcp_congestion_control")
+    restarts = _read(TCP / "tcp_slow_start_after_idle")
     if not control:
         return []
     found = f"tcp_congestion_control={control}, tcp_slow_start_after_idle={restarts}"
@@ -247,15 +248,10 @@ def _kernels_refused() -> Iterator[str]:
 
 
 def runs_on(architectures: str, major: int, minor: int) -> bool:
-    """Returns whether code for these architectures runs on a GPU of this compute capability.
+    """Whether code for architectures such as "sm_80,sm_90,compute_120" runs on a GPU.
 
-    Binary code runs on the same major and the same or a higher minor version, and PTX on all newer
-    ones. (CUDA C++ Programming Guide, "Application Compatibility".)
-
-    Args:
-        architectures: names such as "sm_80,sm_90,compute_120"; compute_120 stands for PTX.
-        major: the first part of the capability.
-        minor: the second part.
+    Binary code runs on the same major and the same or a higher minor version, and PTX (compute_120)
+    on all newer ones. (CUDA C++ Programming Guide, "Application Compatibility".)
     """
     for kind, number in re.findall(r"(sm|compute)_(\d+)", architectures):
         built = divmod(int(number), 10)
@@ -265,10 +261,9 @@ def runs_on(architectures: str, major: int, minor: int) -> bool:
 
 
 def _network_refused() -> Iterator[str]:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     names = {name for _, name in socket.if_nameindex()}
-    for name in filter(None, interface.split(",")):
-        if name not in names:
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if name and name not in names:
             yield (
                 f"GLOO_SOCKET_IFNAME names the interface {name}, which this machine lacks. Use one "
                 f"of {', '.join(sorted(names))}."

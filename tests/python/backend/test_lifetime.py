@@ -245,7 +245,7 @@ def test_a_destruction_while_a_callback_runs(rank: int) -> None:
 
 
 @pytest.mark.long
-@on_ranks(options=ALWAYS)
+@on_ranks(options=OPTIONS)
 def test_steps_leave_no_memory(rank: int) -> None:
     ddp, _ = make_compressed(SHAPES)
     mine = gradients(SHAPES, rank, 0)
