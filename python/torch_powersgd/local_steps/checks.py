@@ -136,9 +136,9 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
 
 def _check_held(optimizers: Sequence[Optimizer], trained: Tensors) -> None:
     """Raises a ValueError if the steps of an optimizer don't train the model."""
-    ids = {id(parameter) for parameter in trained.values()}
+    parameters = {*trained.values()}
     for optimizer in optimizers:
-        if not any(id(parameter) in ids for parameter in parameters_of(optimizer)):
+        if parameters.isdisjoint(parameters_of(optimizer)):
             raise ValueError(
                 "optimizer must hold trainable parameters of the model, but "
                 f"{type(optimizer).__name__} holds none of them. One that holds copies, such as "

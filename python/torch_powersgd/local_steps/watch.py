@@ -168,7 +168,7 @@ class Watch:
             )
 
     def _trains(self, optimizer: Optimizer) -> bool:
-        return any(parameter in self.trained for parameter in parameters_of(optimizer))
+        return not self.trained.isdisjoint(parameters_of(optimizer))
 
     def _warn(self, message: str) -> None:
         if self._group.size() > 1:
