@@ -43,8 +43,8 @@ class Groups(Protocol):
 class Attached(ABC):
     """Gradients whose compression continues in every group that a quorum makes.
 
-    Only the first backward pass of a step is compressed, because a step that isn't committed must
-    be undone, and there is one copy of the states to undo it with.
+    Only the first backward pass of a step is compressed: a step that isn't committed is undone, and
+    there is one copy of the states to undo it with.
 
     After an error they stay with the group that has ended, until the next quorum makes another. All
     that needs no other replica goes on there.
