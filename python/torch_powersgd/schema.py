@@ -198,5 +198,6 @@ def checksum(value: Any, total: int = 0) -> int:
         for item in value:
             total = checksum(item, total)
     else:
-        total = zlib.crc32(shown(value).encode(), total)
+        text = repr(value) if isinstance(value, str) else shown(value)  # a name is not cut
+        total = zlib.crc32(text.encode(), total)
     return total

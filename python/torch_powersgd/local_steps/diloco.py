@@ -59,8 +59,8 @@ class DiLoCo(LocalSGD):
         differs = all(outer is not optimizer for optimizer in self.optimizers)
         wanted = "another optimizer than optimizer, because its steps are the rounds"
         require(differs, "outer_optimizer", wanted, type(outer))
-        held = {id(p) for group in outer.param_groups for p in group["params"]}
-        if missing := [name for name, p in trained.items() if id(p) not in held]:
+        held = {p for group in outer.param_groups for p in group["params"]}
+        if missing := [name for name, p in trained.items() if p not in held]:
             raise ValueError(
                 "outer_optimizer must hold all trainable parameters of the model, but it lacks "
                 f"{missing[0]!r}"

@@ -43,11 +43,12 @@ def test_each_process_goes_on_to_the_bit(rank: int, outer: bool) -> None:
         assert of_resumed["ratio"] < 2 * of_whole["ratio"]  # without the steps before
 
 
+@pytest.mark.parametrize("outer", [False, True], ids=["LocalSGD", "DiLoCo"])
 @on_ranks(2)
-def test_a_new_process_gets_the_outer_optimizer_from_dcp(rank: int, tmp_path: Path) -> None:
-    """Also of the fragment that has had no round yet."""
+def test_a_new_process_gets_the_state_from_dcp(rank: int, outer: bool, tmp_path: Path) -> None:
+    """Also the outer optimizer's of the fragment that has had no round yet."""
     for end in (0, EVERY // 2, EVERY):
-        saved, loaded = Job(outer=True), Job(outer=True)
+        saved, loaded = Job(outer), Job(outer)
         saved.train(rank, 0, end)
         dcp.save({"steps": saved.steps}, checkpoint_id=tmp_path)
         dcp.load({"steps": loaded.steps}, checkpoint_id=tmp_path)

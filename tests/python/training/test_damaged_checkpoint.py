@@ -16,7 +16,6 @@ from support.synthetic import (
     SHAPES,
     from_bytes,
     make_compressed,
-    own_part,
     to_bytes,
     train,
     weights_of,
@@ -35,17 +34,6 @@ def _flip(data: bytes, place: int, bit: int) -> bytes:
     return bytes(flipped)
 
 
-def _flip_in(field: str, data: bytes) -> bytes:
-    """Flips the highest bit of the mantissa of an element, which torch.load does not notice."""
-    tensor = own_part(from_bytes(data))["parameters"]["weights.tall"][field].contiguous()
-    place = data.index(tensor.numpy().tobytes()) + 4 * (tensor.numel() // 2)
-    flipped = _flip(data, place + 2, 6)
-    changed = own_part(from_bytes(flipped))["parameters"]["weights.tall"][field]
-    assert changed.isfinite().all()
-    assert not torch.equal(changed, tensor)
-    return flipped
-
-
 # The damaged file, and a part of the error's message.
 FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda data: b"", ""),
@@ -59,7 +47,6 @@ FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "a list": (lambda data: to_bytes([1, 2]), "must be a dict, got list"),
 }
-TENSORS = {False: ("residual", "q"), True: ("memory", "p_hat", "q_local", "q_warm")}
 
 
 class Trained:
@@ -113,9 +100,6 @@ def test_a_damaged_file_of_one_rank_is_an_error_on_all(
     trained = Trained(rank, per_rank, tmp_path)
     for damage, part in FILES.values():
         assert part in trained.load_damaged(damage(trained.saved))
-    for field in TENSORS[per_rank]:
-        message = trained.load_damaged(_flip_in(field, trained.saved))
-        assert "parameters['weights.tall'] of the checkpoint does not match its crc32" in message
     trained.load_damaged(None)
     assert trained.load(trained.saved) == ""
     assert to_bytes(trained.compression.state_dict(per_rank=per_rank)) == trained.saved
