@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds torch_powersgd._C and states what depends on the build; the rest is in pyproject.toml.
 
-    pip install --no-build-isolation -v -e .
+    pip install --no-build-isolation -e .     or     python setup.py develop
 
 Environment: MAX_JOBS (default 2), POWERSGD_BUILD_CUDA=0|1 (default: 1 where torch has CUDA and the
 whole toolkit is found), CUDA_HOME, TORCH_CUDA_ARCH_LIST, CXX.
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 from setuptools import setup
+from setuptools.command.develop import develop
 from setuptools.command.egg_info import egg_info
 from setuptools.command.sdist import sdist
 
@@ -132,6 +134,20 @@ class Build(cpp_extension.BuildExtension):
             raise SystemExit(f"{error}\n{toolkit.failure_hint(CUDA_HOME)}") from error
 
 
+class Develop(develop):  # type: ignore[misc]
+    def initialize_options(self) -> None:
+        pass  # the inherited method warns that the command is deprecated
+
+    def run(self) -> None:
+        # pip shows no progress of a build. So build first, and leave only linking to pip.
+        self.reinitialize_command("build_ext", inplace=True)
+        self.run_command("build_ext")
+        # The inherited command isolates the build, which then finds no torch.
+        pip = [sys.executable, "-m", "pip", "install"]
+        flags = ["--no-build-isolation", "--no-deps", "--use-pep517"]
+        subprocess.check_call([*pip, *flags, "-e", str(ROOT)])
+
+
 class EggInfo(egg_info):  # type: ignore[misc]
     def finalize_options(self) -> None:
         # A binary fits one torch, and says so in its version. The sources fit many.
@@ -159,7 +175,12 @@ def main() -> None:
         long_description_content_type="text/markdown",
         install_requires=metadata.requirements(torch.__version__),
         ext_modules=[extension(CUDA)],
-        cmdclass={"build_ext": Build, "egg_info": EggInfo, "sdist": Sdist},
+        cmdclass={
+            "build_ext": Build,
+            "develop": Develop,
+            "egg_info": EggInfo,
+            "sdist": Sdist,
+        },
     )
 
 
