@@ -38,7 +38,6 @@ POOL = 61  # gradients per rank, used in rotation; shares no divisor with other 
 TURNS: dict[str, dict[str, Any]] = {
     "float32 factors": {},
     "bfloat16 factors": {"wire_dtype": "bfloat16"},
-    "float16 factors": {"wire_dtype": "float16"},
     "int8 factors, rank 4": {"wire_dtype": "int8", "matrix_approximation_rank": 4},
     "int4 factors": {"wire_dtype": "int4"},
     "bfloat16 residual": {"residual_dtype": "bfloat16", "wire_dtype": "int8"},

@@ -101,7 +101,9 @@ class Setting:
 
 def options_of(wire: str) -> tp.Options:
     return tp.Options(
-        matrix_approximation_rank=RANK, start_powerSGD_iter=EXACT_STEPS, wire_dtype=wire
+        matrix_approximation_rank=RANK,
+        start_powerSGD_iter=EXACT_STEPS,
+        wire_dtype=None if wire == "float32" else wire,
     )
 
 

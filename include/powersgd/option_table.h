@@ -42,11 +42,11 @@ inline const char* backend_name(const std::string& value) {
   return value.empty() ? "'auto' or the name of a backend" : nullptr;
 }
 
+inline constexpr const char* kWireDTypeWords = "None (float32), bfloat16, int8 or int4";
+
 inline const char* wire_dtype(std::optional<WireDType> value) {
-  const bool allowed = !value || (WireDType::kFloat32 <= *value && *value <= WireDType::kInt4);
-  return allowed ? nullptr
-                 : "None, float32, bfloat16, float16, int8 or int4 (None sends float64 gradients "
-                   "in float64)";
+  const bool allowed = !value || (WireDType::kBFloat16 <= *value && *value <= WireDType::kInt4);
+  return allowed ? nullptr : kWireDTypeWords;
 }
 
 inline const char* residual_dtype(DType value) {

@@ -41,8 +41,8 @@ class Wires : public testing::TestWithParam<std::optional<WireDType>> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Compressor, Wires,
-                         testing::Values(std::nullopt, WireDType::kBFloat16, WireDType::kFloat16,
-                                         WireDType::kInt8, WireDType::kInt4),
+                         testing::Values(std::nullopt, WireDType::kBFloat16, WireDType::kInt8,
+                                         WireDType::kInt4),
                          [](const auto& wire) { return test::name_of(wire.param); });
 
 TEST_P(Wires, OutputsAndResidualsAddUpToTheGradients) {
