@@ -41,7 +41,6 @@ TURNS: dict[str, dict[str, Any]] = {
     "int8 factors, rank 4": {"wire_dtype": "int8", "matrix_approximation_rank": 4},
     "int4 factors": {"wire_dtype": "int4"},
     "bfloat16 residual": {"residual_dtype": "bfloat16", "wire_dtype": "int8"},
-    "float16 residual": {"residual_dtype": "float16"},
     "no warm start": {"warm_start": False},
     "exact steps first": {"start_powerSGD_iter": EXACT_FIRST},
     "a check every 20 steps": {"check_every": 20, "wire_dtype": "bfloat16"},

@@ -75,7 +75,7 @@ kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_
   kernels::Bucket bucket{};
   bucket.p_numel = spec.plan.p_numel;
   bucket.q_numel = spec.plan.q_numel;
-  bucket.step_counts = step_counter ? step_counter->on(spec.device) : nullptr;
+  bucket.skipped_steps = step_counter ? step_counter->on(spec.device) : nullptr;
   bucket.gradient_dtype = to_dtype(spec.gradient_type);
   bucket.residual_dtype = to_dtype(residual_type(spec.gradient_type, spec.options));
   bucket.factor_dtype = to_dtype(factor_type(spec.gradient_type));

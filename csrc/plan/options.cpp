@@ -82,7 +82,7 @@ Scope parse_scope(const std::string& name) {
 std::string to_string(Scope scope) { return name_of(kScopes, scope); }
 
 DType parse_dtype(const std::string& name) {
-  return parse(kDTypes, name, "dtype", "'float32', 'float64', 'bfloat16' or 'float16'");
+  return parse(kDTypes, name, "residual dtype", rules::kResidualDTypeWords);
 }
 
 std::string to_string(DType dtype) { return name_of(kDTypes, dtype); }

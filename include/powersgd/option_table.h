@@ -49,11 +49,12 @@ inline const char* wire_dtype(std::optional<WireDType> value) {
   return allowed ? nullptr : kWireDTypeWords;
 }
 
+inline constexpr const char* kResidualDTypeWords =
+    "float32 or bfloat16 (float64 gradients keep a float64 residual)";
+
 inline const char* residual_dtype(DType value) {
-  const bool allowed =
-      value == DType::kFloat32 || value == DType::kBFloat16 || value == DType::kFloat16;
-  return allowed ? nullptr
-                 : "float32, bfloat16 or float16 (float64 gradients keep a float64 residual)";
+  const bool allowed = value == DType::kFloat32 || value == DType::kBFloat16;
+  return allowed ? nullptr : kResidualDTypeWords;
 }
 
 }  // namespace rules

@@ -38,8 +38,7 @@ template <>
 struct Codes<WireDType::kBFloat16> : WordCodes<uint16_t> {
   using Code = uint16_t;
   static __device__ __forceinline__ Code encode(float value, float) {
-    const float limit = largest<uint16_t>(DType::kBFloat16);
-    return float_to_bfloat16(is_finite(value) ? clamp_to(value, limit) : value);
+    return float_to_bfloat16(is_finite(value) ? clamp_to(value, kLargestBfloat16) : value);
   }
   static __device__ __forceinline__ float decode(Code code, float) {
     return bfloat16_to_float(code);

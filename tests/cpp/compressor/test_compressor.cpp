@@ -104,15 +104,13 @@ TEST_P(Wires, CountsTheBytesThatItSends) {
 
 // Other dtypes.
 
-TEST(Compressor, ResidualsOfHalfPrecisionLoseTheirRoundingAlone) {
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-    Options options = test::compressing(2);
-    options.residual_dtype = dtype;
-    OneRank rank(options);
-    // Rounding M loses 2^-9 of it in bfloat16, once a step.
-    EXPECT_LT(error_of_steps(rank, 5), 2e-2);
-    EXPECT_EQ(rank.states[0]->memory.scalar_type(), to_scalar_type(dtype));
-  }
+TEST(Compressor, AResidualInBfloat16LosesItsRoundingAlone) {
+  Options options = test::compressing(2);
+  options.residual_dtype = DType::kBFloat16;
+  OneRank rank(options);
+  // Rounding M loses 2^-9 of it, once a step.
+  EXPECT_LT(error_of_steps(rank, 5), 2e-2);
+  EXPECT_EQ(rank.states[0]->memory.scalar_type(), at::kBFloat16);
 }
 
 TEST(Compressor, DoubleGradientsStayDouble) {

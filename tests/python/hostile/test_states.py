@@ -225,7 +225,7 @@ def test_ranks_with_different_states_are_refused(
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"use_error_feedback": False},
-    {"residual_dtype": "float16"},
+    {"residual_dtype": "bfloat16"},
     {"warm_start": False},
     {"wire_dtype": "int8"},
     {"wire_dtype": "int4"},

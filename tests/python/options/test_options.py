@@ -38,7 +38,7 @@ VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "min_numel": (9, "9", [0, -9, 2**70]),
     "inner": ("gloo", "gloo", ["", b"gloo", "mpi", "powersgd", "glo", "Gloo"]),
     "wire_dtype": (torch.bfloat16, "bfloat16", [torch.float32, torch.int32, "int2", "", b"int8"]),
-    "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", 3]),
+    "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.float16, "int8", 3]),
     "check_every": (50, "50", [-1]),
     "allow_discard": (True, "1", ["on demand", 3]),
 }

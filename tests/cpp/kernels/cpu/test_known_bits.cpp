@@ -74,7 +74,8 @@ TEST(KnownBits, OfStages) {
                                          {DType::kFloat64, 0xA7D3382CC0CB7899, 0x77041A98FA769E4F}};
   for (const RunnerFactory& factory : stage_runners()) {
     for (const Expected& expected : digests) {
-      const BucketSpec spec{parts, expected.dtype, expected.dtype};
+      const bool is_half = expected.dtype == DType::kFloat16;
+      const BucketSpec spec{parts, expected.dtype, is_half ? DType::kBFloat16 : expected.dtype};
       for (const bool deficient : {false, true}) {
         Digest digest;
         add_stages(factory, spec, deficient, digest);
