@@ -74,7 +74,7 @@ Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
   bucket.workspace = pool.zeros(table.workspace_bytes);
   bucket.counters = pool.zeros<uint64_t>(table.num_counters * sizeof(uint64_t));
   bucket.state = pool.zeros<BucketState>(sizeof(BucketState));
-  bucket.step_counts = pool.zeros<StepCounts>(sizeof(StepCounts));
+  bucket.skipped_steps = pool.zeros<StepCount>(sizeof(StepCount));
   bucket.gradient_dtype = kind.gradient;
   bucket.residual_dtype = kind.residual;
   bucket.factor_dtype = DType::kFloat32;

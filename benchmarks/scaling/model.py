@@ -85,7 +85,7 @@ class Link:
         return chain * self.message + handled * self.handling + sent * self.per_byte
 
 
-def options_of(wire: str) -> tp.Options:
+def options_of(wire: str | None) -> tp.Options:
     return tp.Options(
         matrix_approximation_rank=RANK, start_powerSGD_iter=EXACT_STEPS, wire_dtype=wire
     )
@@ -113,7 +113,7 @@ def reductions_of(layout: Layout, method: str, world: int) -> list[Bucket]:
     torch's hook all-reduces factors in float32, and raw gradients in a separate reduction. This
     project sends those together with P.
     """
-    options = options_of(method if method in WIRES else "float32")
+    options = options_of(method if method in WIRES else None)
     # A backend that sums by itself, such as NCCL, all-reduces float32.
     device = "cuda" if method == "hook" else "cpu"
     found: list[Bucket] = []

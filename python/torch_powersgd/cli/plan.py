@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     plan.add_argument(
         "--wire-dtype", choices=WIRES, default=RECOMMENDED_WIRE, metavar="DTYPE",
-        help=f"wire dtype of the factors: {', '.join(WIRES)} (%(default)s)",
+        help=f"wire dtype of the factors: {', '.join(WIRES)} (%(default)s); none sends float32",
     )  # fmt: skip
     shown = plan.add_mutually_exclusive_group()
     shown.add_argument(
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = Options(
         matrix_approximation_rank=arguments.rank,
         min_compression_rate=arguments.min_compression_rate,
-        wire_dtype=arguments.wire_dtype,
+        wire_dtype=WIRES[arguments.wire_dtype],
     )
     print_plan(make_model(arguments.model), options, None if arguments.all else arguments.top)
     return 0

@@ -91,9 +91,11 @@ def compared(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "wire", "backend"), [(2, "float32", "cpu:powersgd"), (3, "int8", "gloo")]
+    ("world_size", "wire", "backend"), [(2, None, "cpu:powersgd"), (3, "int8", "gloo")]
 )
-def test_errors_are_those_of_attached_training(world_size: int, wire: str, backend: str) -> None:
+def test_errors_are_those_of_attached_training(
+    world_size: int, wire: str | None, backend: str
+) -> None:
     ranks.run(world_size, compared, world_size, {"wire_dtype": wire}, backend)
 
 
