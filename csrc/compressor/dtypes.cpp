@@ -34,7 +34,7 @@ at::ScalarType to_scalar_type(DType type) {
 }
 
 bool is_compressible(at::ScalarType type) {
-  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
+  return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
 }
 
 at::ScalarType factor_type(at::ScalarType gradient_type) {

@@ -59,10 +59,9 @@ class Options:
         inner: Name of the backend to wrap: ``"gloo"``, ``"nccl"``, or one that was registered with
             torch before. ``"auto"``: gloo for CPUs, nccl for CUDA.
         wire_dtype: Data type in which factors are sent: ``"int8"``, ``"int4"`` or
-            ``torch.bfloat16``. The quantization error goes to the residual. None: float32, or
-            float64 for float64 gradients. Gradients that aren't compressed are never rounded.
-        residual_dtype: Data type of the residual: ``torch.float32`` or ``torch.bfloat16``. Float64
-            gradients always have a residual in float64.
+            ``torch.bfloat16``. The quantization error goes to the residual. None: float32.
+            Gradients that aren't compressed, such as all in float64, are never rounded.
+        residual_dtype: Data type of the residual: ``torch.float32`` or ``torch.bfloat16``.
         check_every: Number of steps between two checks that the factors are equal on all processes.
             If they differ, a warning names the parameter and the ranks, all processes take rank
             0's factors, and ``Compression.stats()["differences"]`` counts it. 0: never check.

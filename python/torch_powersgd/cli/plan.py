@@ -24,7 +24,7 @@ from torch_powersgd.cli.arguments import (
 from torch_powersgd.cli.footprint import Footprint, assign_buckets, footprint_of
 from torch_powersgd.cli.tables import GAP, Table, say, terminal_width
 from torch_powersgd.cli.verdict import RECOMMENDED
-from torch_powersgd.matrices import as_reals, highest_rank
+from torch_powersgd.matrices import as_reals, exact_dtypes, highest_rank
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options, to_core
 from torch_powersgd.stats import ratio
@@ -97,11 +97,7 @@ def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
     core = to_core(options)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     reals = [as_reals(p) for _, p in named]
-    matrices = [_C.matrix_shape(list(p.shape), []) for p in reals]
-    ranks = [
-        _C.effective_rank(*matrix, core) if _C.should_compress(*matrix, core) else 0
-        for matrix in matrices
-    ]
+    ranks = [_C.matrix_rank(list(p.shape), core, p.dtype) for p in reals]
     rows: dict[int, Row] = {}
     for bucket in assign_buckets(reals):
         compressed = any(ranks[i] for i in bucket)
@@ -200,7 +196,10 @@ def summary(
     wire = dtype_name(options.wire_dtype or torch.float32)
     setting = f"matrix rank {options.matrix_approximation_rank} with factors in {wire}"
     frozen = sum(1 for p in model.parameters() if not p.requires_grad)
+    exact = exact_dtypes(p for p in model.parameters() if p.requires_grad)
     ignored = [f"Parameters without a gradient, which are left out: {frozen}."] if frozen else []
+    if exact:
+        ignored.append(f"Parameters in {exact} are averaged exactly.")
     if not footprint.compressed:
         highest = highest_rank(model.parameters(), options)
         return [

@@ -106,8 +106,6 @@ def test_a_wire_that_rounds_loses_nothing(
 @pytest.mark.parametrize(
     ("dtype", "wire"),
     [
-        (torch.float64, None),
-        (torch.float64, "int8"),
         (torch.bfloat16, None),
         (torch.bfloat16, "int8"),
         (torch.float16, None),
