@@ -60,7 +60,7 @@ Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
   bucket.p_numel += layout.in_front;
   for (Matrix& m : matrices) m.use_offset = bucket.p_numel++;
   bucket.p_numel += 1;
-  const TileTable table = cuda::make_tiles(matrices, raw, DType::kFloat32);
+  const TileTable table = cuda::make_tiles(matrices, raw);
   bucket.matrices = pool.upload(matrices);
   bucket.raw_segments = pool.upload(raw);
   bucket.tiles = pool.upload(table.tiles);
@@ -77,7 +77,6 @@ Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
   bucket.skipped_steps = pool.zeros<StepCount>(sizeof(StepCount));
   bucket.gradient_dtype = kind.gradient;
   bucket.residual_dtype = kind.residual;
-  bucket.factor_dtype = DType::kFloat32;
   bucket.bfloat16_products = measured.products->bfloat16;
   bucket.units = bucket.output_scale = 1;
   bucket.seed = seed;

@@ -20,9 +20,7 @@ struct BucketSpec {
   at::Device device;
   Ranks ranks;
 
-  at::TensorOptions factor_options() const {
-    return at::TensorOptions(device).dtype(factor_type(gradient_type));
-  }
+  at::TensorOptions factor_options() const { return at::TensorOptions(device).dtype(at::kFloat); }
   int64_t gradient_bytes() const {
     return plan.gradient_numel * static_cast<int64_t>(c10::elementSize(gradient_type));
   }

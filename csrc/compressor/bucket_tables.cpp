@@ -67,8 +67,7 @@ std::vector<kernels::RawSegment> raw_table(const BucketPlan& plan) {
 // Without error feedback, nothing would keep what the products lose. Where factors travel in
 // float32, a gradient of exact rank comes back exactly.
 bool admits_bfloat16_products(const BucketSpec& spec) {
-  return factor_type(spec.gradient_type) == at::kFloat && spec.options.use_error_feedback &&
-         spec.options.wire_dtype;
+  return spec.options.use_error_feedback && spec.options.wire_dtype;
 }
 
 kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_counter) {
@@ -77,8 +76,7 @@ kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_
   bucket.q_numel = spec.plan.q_numel;
   bucket.skipped_steps = step_counter ? step_counter->on(spec.device) : nullptr;
   bucket.gradient_dtype = to_dtype(spec.gradient_type);
-  bucket.residual_dtype = to_dtype(residual_type(spec.gradient_type, spec.options));
-  bucket.factor_dtype = to_dtype(factor_type(spec.gradient_type));
+  bucket.residual_dtype = spec.options.residual_dtype;
   bucket.bfloat16_products = admits_bfloat16_products(spec);
   bucket.epsilon = spec.options.orthogonalization_epsilon;
   bucket.seed = static_cast<uint64_t>(spec.options.random_seed);
@@ -107,9 +105,7 @@ HostTables host_tables(const BucketSpec& spec, std::vector<kernels::Matrix> matr
   HostTables tables;
   tables.matrices = std::move(matrices);
   tables.raw = raw_table(spec.plan);
-  const DType factor_dtype = to_dtype(factor_type(spec.gradient_type));
-  tables.tiles =
-      require_stages(spec.device.type()).make_tiles(tables.matrices, tables.raw, factor_dtype);
+  tables.tiles = require_stages(spec.device.type()).make_tiles(tables.matrices, tables.raw);
   if (spec.options.wire_dtype) {
     tables.p_factors = kernels::p_packet_factors(tables.matrices);
     tables.q_factors = kernels::q_packet_factors(tables.matrices);

@@ -22,7 +22,7 @@ int64_t bytes_to_receive(Schedule schedule, int64_t ranks, int64_t bytes) {
 
 PayloadPlan plan_elements(const BucketSpec& spec, int64_t numel) {
   const Ranks& ranks = spec.ranks;
-  const auto width = static_cast<int64_t>(spec.factor_options().dtype().itemsize());
+  const int64_t width = size_of(DType::kFloat32);
   PayloadPlan plan{numel};
   if (!ranks.backend_sums) plan.schedule = choose_schedule(ranks, numel * width);
   if (plan.schedule == Schedule::kTwoShot) {

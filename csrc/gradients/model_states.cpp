@@ -80,9 +80,8 @@ bool ModelStates::is_compressed(size_t index) const {
 }
 
 ParameterState::Layout ModelStates::layout_of(ParameterState& state, size_t index) const {
-  const at::Tensor& parameter = parameters_[index];
-  const MatrixShape shape = matrix_shape(memory_layout(parameter));
-  return {&state, shape, effective_rank(shape, options_), parameter.scalar_type()};
+  const MatrixShape shape = matrix_shape(memory_layout(parameters_[index]));
+  return {&state, shape, effective_rank(shape, options_)};
 }
 
 void ModelStates::start(ParameterState& state, size_t index) const {

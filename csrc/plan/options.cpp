@@ -28,10 +28,8 @@ using Name = std::pair<Enum, const char*>;
 constexpr std::array<Name<Scope>, 3> kScopes{
     {{Scope::kBackward, "backward"}, {Scope::kAttached, "attached"}, {Scope::kNever, "never"}}};
 
-constexpr std::array<Name<DType>, 4> kDTypes{{{DType::kFloat32, "float32"},
-                                              {DType::kFloat64, "float64"},
-                                              {DType::kBFloat16, "bfloat16"},
-                                              {DType::kFloat16, "float16"}}};
+constexpr std::array<Name<DType>, 3> kDTypes{
+    {{DType::kFloat32, "float32"}, {DType::kBFloat16, "bfloat16"}, {DType::kFloat16, "float16"}}};
 
 constexpr std::array<Name<WireDType>, 3> kWireDTypes{
     {{WireDType::kBFloat16, "bfloat16"}, {WireDType::kInt8, "int8"}, {WireDType::kInt4, "int4"}}};
@@ -89,13 +87,11 @@ int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat32:
       return 4;
-    case DType::kFloat64:
-      return 8;
     case DType::kBFloat16:
     case DType::kFloat16:
       return 2;
   }
-  reject("dtype", "float32, float64, bfloat16 or float16", to_string(dtype));
+  reject("dtype", "float32, bfloat16 or float16", to_string(dtype));
 }
 
 WireDType parse_wire_dtype(const std::string& name) {

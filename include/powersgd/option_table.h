@@ -49,8 +49,7 @@ inline const char* wire_dtype(std::optional<WireDType> value) {
   return allowed ? nullptr : kWireDTypeWords;
 }
 
-inline constexpr const char* kResidualDTypeWords =
-    "float32 or bfloat16 (float64 gradients keep a float64 residual)";
+inline constexpr const char* kResidualDTypeWords = "float32 or bfloat16";
 
 inline const char* residual_dtype(DType value) {
   const bool allowed = value == DType::kFloat32 || value == DType::kBFloat16;

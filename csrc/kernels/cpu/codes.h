@@ -109,7 +109,7 @@ POWERSGD_TILE_FUNCTION inline void decode(WireDType dtype, const uint8_t* codes,
 }
 
 POWERSGD_TILE_FUNCTION inline float largest_of_group(const float* values) {
-  LargestOfLanes<float> largest;
+  LargestOfLanes largest;
   for (int64_t i = 0; i < kGroup; i += kLanes<float>) largest.add(load(values + i));
   return largest.get();
 }

@@ -12,13 +12,12 @@ namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 // Copies a tile of a raw segment, which travels as it is.
 template <class G>
 POWERSGD_TILE_FUNCTION inline void copy_raw_tile(const Bucket& bucket, const Tile& tile) {
-  using F = ComputeOf<G>;
   const RawSegment& raw = bucket.raw_segments[tile.item];
   const G* gradient = elements<G>(bucket.gradient, raw.gradient_offset) + tile.col_begin;
-  F* payload = elements<F>(bucket.p_payload, raw.p_offset) + tile.col_begin;
-  FiniteCheck<F> check;
-  for_each_vector<F>(tile.col_end - tile.col_begin, [&](int64_t j, int64_t count) {
-    const Vector<F> g = load_first(gradient + j, count);
+  float* payload = elements<float>(bucket.p_payload, raw.p_offset) + tile.col_begin;
+  FiniteCheck check;
+  for_each_vector(tile.col_end - tile.col_begin, [&](int64_t j, int64_t count) {
+    const Floats g = load_first(gradient + j, count);
     check.add(g);
     store_first(payload + j, count, g);
   });
@@ -26,11 +25,11 @@ POWERSGD_TILE_FUNCTION inline void copy_raw_tile(const Bucket& bucket, const Til
 }
 
 // Writes for each matrix whether this rank has used it.
-template <class F>
 inline void write_uses(const Bucket& bucket) {
   for (int32_t i = 0; i < bucket.num_matrices; ++i) {
     const int64_t offset = bucket.matrices[i].use_offset;
-    if (offset >= 0) *elements<F>(bucket.p_payload, offset) = static_cast<F>(use_of(bucket, i));
+    if (offset >= 0)
+      *elements<float>(bucket.p_payload, offset) = static_cast<float>(use_of(bucket, i));
   }
 }
 
@@ -53,10 +52,9 @@ inline void project_and_pack(const Bucket& bucket, const ParallelFor& parallel_f
        tile < bucket.tiles + bucket.tile_list_begin[kRawTiles + 1]; ++tile) {
     non_finite |= non_finite_flag(bucket, *tile);
   }
-  *elements<ComputeOf<G>>(bucket.p_payload, bucket.p_numel - 1) =
-      static_cast<ComputeOf<G>>(non_finite);
+  *elements<float>(bucket.p_payload, bucket.p_numel - 1) = static_cast<float>(non_finite);
   bucket.state->step = begun_step(bucket);
-  write_uses<ComputeOf<G>>(bucket);
+  write_uses(bucket);
   note_units(bucket);
 }
 

@@ -55,8 +55,8 @@ POWERSGD_HOST_DEVICE inline int64_t raw_flag_counter(int64_t num_matrices) {
 
 // The rows of M that a warp of project forms at a time. More would not fit into registers, fewer
 // would read the factors more often.
-POWERSGD_HOST_DEVICE constexpr int project_rows_per_warp(int64_t largest_rank, bool is_double) {
-  return largest_rank <= 4 && !is_double ? 8 : 4;
+POWERSGD_HOST_DEVICE constexpr int project_rows_per_warp(int64_t largest_rank) {
+  return largest_rank <= 4 ? 8 : 4;
 }
 
 // reconstruct holds up to this many ranks of Q in registers. At higher ranks, Q is in shared

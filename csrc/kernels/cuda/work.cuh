@@ -13,9 +13,8 @@ namespace powersgd::kernels::cuda {
 // The tile of a block, at the start of shared memory.
 struct alignas(16) Work {
   Tile tile;
-  Matrix matrix;      // that the tile is a part of, unless it is one of a raw segment
-  double scale;       // of the residual, see share_residual_scale
-  float float_scale;  // the same
+  Matrix matrix;  // that the tile is a part of, unless it is one of a raw segment
+  float scale;    // of the residual, see share_residual_scale
   // 1 if the block has found a non-finite element of the gradient. Several threads may set it at a
   // time. It lies here because registers are scarce.
   volatile int non_finite;
@@ -51,8 +50,7 @@ __device__ __forceinline__ Work* begin_work(const Bucket& bucket, const Tile* ti
 // block call this.
 __device__ __forceinline__ void share_residual_scale(const Bucket& bucket, Work* work) {
   if (threadIdx.x == 0) {
-    work->scale = residual_scale(bucket, work->matrix);
-    work->float_scale = static_cast<float>(work->scale);
+    work->scale = static_cast<float>(residual_scale(bucket, work->matrix));
   }
   __syncthreads();
 }
@@ -69,15 +67,14 @@ __device__ __forceinline__ void add_flag(const Bucket& bucket, const Work& work)
 
 // Takes the flags of all blocks, writes what they say to the P payload alongside the uses, and
 // notes the units of memory. The last block of project calls it.
-template <typename F>
 __device__ void write_flags(const Bucket& bucket) {
-  F* const p = p_payload<F>(bucket);
+  float* const p = p_payload(bucket);
   int32_t found = 0;
   for (int item = threadIdx.x; item <= bucket.num_matrices; item += kThreads) {
     auto* const flag = reinterpret_cast<int32_t*>(bucket.counters + flag_counter(item));
     found |= *flag;
     if (item < bucket.num_matrices && bucket.matrices[item].use_offset >= 0)
-      p[bucket.matrices[item].use_offset] = static_cast<F>(use_of(bucket, item));
+      p[bucket.matrices[item].use_offset] = static_cast<float>(use_of(bucket, item));
     *flag = 0;
     if (item < bucket.num_matrices && bucket.matrices[item].memory_units != nullptr)
       *bucket.matrices[item].memory_units = units_of(bucket);
@@ -89,14 +86,14 @@ __device__ void write_flags(const Bucket& bucket) {
 }
 
 // Packs a part of a raw segment into the P payload.
-template <typename F, typename G>
+template <typename G>
 __device__ void pack_raw(const Bucket& bucket, Work* work) {
   const Tile& tile = work->tile;
   const RawSegment segment = bucket.raw_segments[tile.item];
   const G* from = static_cast<const G*>(bucket.gradient) + segment.gradient_offset;
-  F* const to = p_payload<F>(bucket) + segment.p_offset;
+  float* const to = p_payload(bucket) + segment.p_offset;
   for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads) {
-    const F value = widen(from[i], bucket.gradient_dtype);
+    const float value = widen(from[i], bucket.gradient_dtype);
     if (!is_finite(value)) work->non_finite = 1;
     to[i] = value;
   }

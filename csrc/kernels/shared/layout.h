@@ -37,30 +37,26 @@ POWERSGD_HOST_DEVICE inline int use_of(const Bucket& bucket, int32_t matrix) {
 }
 
 // True if no rank has used the matrix, by the reduced P payload.
-template <typename F>
 POWERSGD_HOST_DEVICE inline bool out_of_use(const Bucket& bucket, const Matrix& matrix) {
-  return matrix.use_offset >= 0 && *elements<F>(bucket.p_payload, matrix.use_offset) == 0;
+  return matrix.use_offset >= 0 && *elements<float>(bucket.p_payload, matrix.use_offset) == 0;
 }
 
 // P or p_hat of a matrix: [rows, rank].
-template <typename F>
 struct TallFactor {
-  F* data;
+  float* data;
   int64_t rank;
 
-  POWERSGD_HOST_DEVICE F& at(int64_t row, int64_t column) const {
+  POWERSGD_HOST_DEVICE float& at(int64_t row, int64_t column) const {
     return data[row * rank + column];
   }
 };
 
-template <typename F>
-POWERSGD_HOST_DEVICE inline TallFactor<F> p_of(const Bucket& bucket, const Matrix& matrix) {
-  return {elements<F>(bucket.p_payload, matrix.p_offset), matrix.rank};
+POWERSGD_HOST_DEVICE inline TallFactor p_of(const Bucket& bucket, const Matrix& matrix) {
+  return {elements<float>(bucket.p_payload, matrix.p_offset), matrix.rank};
 }
 
-template <typename F>
-POWERSGD_HOST_DEVICE inline TallFactor<F> p_hat_of(const Matrix& matrix) {
-  return {static_cast<F*>(matrix.p_hat), matrix.rank};
+POWERSGD_HOST_DEVICE inline TallFactor p_hat_of(const Matrix& matrix) {
+  return {static_cast<float*>(matrix.p_hat), matrix.rank};
 }
 
 }  // namespace powersgd::kernels

@@ -29,15 +29,6 @@ POWERSGD_HOST_DEVICE constexpr int64_t code_bytes(WireDType dtype) {
   return 0;
 }
 
-// Returns a value in float. A finite double beyond the range of float becomes its largest value.
-POWERSGD_HOST_DEVICE inline float float_of(float value) { return value; }
-POWERSGD_HOST_DEVICE inline float float_of(double value) {
-  const bool finite = value - value == 0;
-  if (finite && value > FLT_MAX) return FLT_MAX;
-  if (finite && value < -FLT_MAX) return -FLT_MAX;
-  return static_cast<float>(value);
-}
-
 POWERSGD_HOST_DEVICE inline uint32_t bits_of(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof(bits));

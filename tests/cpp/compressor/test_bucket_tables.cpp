@@ -38,11 +38,9 @@ TEST(BucketTables, ProductsMayBeRoundedWhereTheWireRoundsMore) {
     SCOPED_TRACE(test::name_of(wire));
     EXPECT_TRUE(has_bfloat16_products(wire));
     EXPECT_TRUE(has_bfloat16_products(wire, at::kBFloat16));
-    EXPECT_FALSE(has_bfloat16_products(wire, at::kDouble));
     EXPECT_FALSE(has_bfloat16_products(wire, at::kFloat, /*error_feedback=*/false));
   }
   EXPECT_FALSE(has_bfloat16_products(std::nullopt));
-  EXPECT_FALSE(has_bfloat16_products(std::nullopt, at::kDouble));
 }
 
 }  // namespace

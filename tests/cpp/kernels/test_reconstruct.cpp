@@ -102,8 +102,7 @@ TEST_P(Reconstruct, MatchesTheReference) {
   }
 }
 
-// The norms are those of the rows of Q. Their squares are summed in double, so that only float64
-// elements round.
+// The norms are those of the rows of Q. Their squares are summed in double.
 TEST_P(Reconstruct, WarmStartHasUnitRows) {
   randomize_step(2);
   bucket_.run(Stage::kReconstruct);

@@ -76,10 +76,8 @@ TEST(Options, Names) {
 }
 
 TEST(Options, DTypes) {
-  EXPECT_EQ(
-      error_with(&Options::residual_dtype, DType::kFloat64),
-      "residual_dtype must be float32 or bfloat16 (float64 gradients keep a float64 residual), "
-      "got float64");
+  EXPECT_EQ(error_with(&Options::residual_dtype, DType::kFloat16),
+            "residual_dtype must be float32 or bfloat16, got float16");
   EXPECT_EQ(error_with(&Options::residual_dtype, DType::kBFloat16), "no error");
 }
 
@@ -104,15 +102,12 @@ TEST(Options, ScopeNamesRoundTrip) {
 }
 
 TEST(Options, DTypeNamesRoundTrip) {
-  for (const char* name : {"float32", "float64", "bfloat16", "float16"}) {
+  for (const char* name : {"float32", "bfloat16", "float16"}) {
     EXPECT_EQ(to_string(parse_dtype(name)), name);
   }
-  EXPECT_EQ(
-      test::error_of([] { parse_dtype("int8"); }),
-      "residual dtype must be float32 or bfloat16 (float64 gradients keep a float64 residual), "
-      "got 'int8'");
+  EXPECT_EQ(test::error_of([] { parse_dtype("int8"); }),
+            "residual dtype must be float32 or bfloat16, got 'int8'");
   EXPECT_EQ(size_of(DType::kFloat32), 4);
-  EXPECT_EQ(size_of(DType::kFloat64), 8);
   EXPECT_EQ(size_of(DType::kBFloat16), 2);
   EXPECT_EQ(size_of(DType::kFloat16), 2);
 }
