@@ -137,7 +137,7 @@ __device__ __forceinline__ void add_sources(const Sources& sources, const Group*
   }
 }
 
-// Raw elements in packets: of float, or bfloat16.
+// Raw elements in packets: float or bfloat16.
 __device__ __forceinline__ float read_raw(const uint8_t* address, DType dtype) {
   if (dtype == DType::kBFloat16)
     return bfloat16_to_float(*reinterpret_cast<const uint16_t*>(global(address)));

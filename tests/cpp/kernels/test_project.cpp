@@ -67,7 +67,7 @@ class Project : public KernelTest {
     EXPECT_EQ(matrix.memory_units->get().front(), loss_scale);
   }
 
-  // Raw segments travel exactly: the factor dtype holds every value of the gradient dtype.
+  // Raw segments travel exactly: float holds every value of the gradient dtype.
   void check_raw(const DeviceRaw& raw, const Values& gradient) {
     const Values sent = DeviceBucket::slice(bucket_.p_payload->get(), raw.p_offset, raw.numel);
     const Values expected = DeviceBucket::slice(gradient, raw.gradient_offset, raw.numel);
