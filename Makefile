@@ -152,9 +152,10 @@ $(VENV)/.tools: $(VENV)/.built
 	@$(PIP) 'torch-powersgd[test,lint]'
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.built
+# The sources are parsed and not imported, so nothing is compiled.
+$(VENV)/.docs: $(VENV)/.torch
 	@echo "installing what the documentation needs"
-	@$(PIP) 'torch-powersgd[docs]'
+	@$(PIP) mkdocs-material 'mkdocstrings[python]' ruff
 	@touch $@
 
 system-packages:

@@ -38,7 +38,7 @@ from setup_support import metadata, toolkit  # noqa: E402
 from setup_support.progress import short_commands  # noqa: E402
 from setup_support.together import WITH_TORCH, compiled_together, hash_of_kernels  # noqa: E402
 
-WITHOUT_TORCH = ["plan", "ports", "kernels/cpu", "kernels/shared"]
+WITHOUT_TORCH = ["plan", "kernels/cpu", "kernels/shared"]
 CUDA_CHOICE = os.environ.get("POWERSGD_BUILD_CUDA", "")
 CUDA_HOME = cpp_extension.CUDA_HOME
 VERSION = runpy.run_path(str(ROOT / "python" / "torch_powersgd" / "_version.py"))["__version__"]
@@ -84,7 +84,7 @@ def extension(cuda: toolkit.Toolkit) -> Any:
         macros.append(("POWERSGD_WITH_CUDA", None))
         flags["nvcc"] = ["-O3"]
         # torch itself adds CUDA_HOME's include, and lib64 or lib.
-        include_dirs += [str(cuda.include)] if "targets" in (cuda.include or Path()).parts else []
+        include_dirs += [str(cuda.include)] if "targets" in cuda.include.parts else []
         library_dirs.append(str(cuda.lib))
         if not torch.cuda.is_available():
             architectures = toolkit.default_architectures(torch.version.cuda or "")

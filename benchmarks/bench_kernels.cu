@@ -11,9 +11,6 @@
 // many buckets take turns that none is in the cache from its last use. Times are medians between
 // events around one stage of all buckets, divided by their number. The device spins while the host
 // launches, so a busy host, such as one that compiles, changes no figure.
-//
-// The kernels read POWERSGD_DEPENDENT_LAUNCH once per process. To compare its values, run the
-// program once with each.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -77,7 +74,7 @@ Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
   bucket.workspace = pool.zeros(table.workspace_bytes);
   bucket.counters = pool.zeros<uint64_t>(table.num_counters * sizeof(uint64_t));
   bucket.state = pool.zeros<BucketState>(sizeof(BucketState));
-  bucket.step_counts = pool.zeros<StepCounts>(sizeof(StepCounts));
+  bucket.skipped_steps = pool.zeros<StepCount>(sizeof(StepCount));
   bucket.gradient_dtype = kind.gradient;
   bucket.residual_dtype = kind.residual;
   bucket.factor_dtype = DType::kFloat32;

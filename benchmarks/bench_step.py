@@ -2,7 +2,6 @@
 """Times a training step of GPT-2 on one GPU, with and without the compression stages.
 
     python benchmarks/bench_step.py
-    POWERSGD_DEPENDENT_LAUNCH=0 python benchmarks/bench_step.py --json serial.json
 
 bench_stages.py runs the stages alone. Here they run on their own stream, bucket by bucket, during
 DDP's backward pass, so the times show how much they slow it down. The options are the defaults,
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -133,7 +131,6 @@ def main() -> None:
     on_gpu = arguments.device == "cuda"
     record: dict[str, Any] = {
         **provenance(torch.cuda.get_device_name() if on_gpu else processor()),
-        "dependent_launch": os.environ.get("POWERSGD_DEPENDENT_LAUNCH", "1"),
         "model": arguments.model,
         "batch": [arguments.batch, arguments.tokens],
         "wire_dtype": str(torch_powersgd.Options().wire_dtype),

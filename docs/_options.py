@@ -46,8 +46,7 @@ hook: matrix rank 1 in float32, after 1000 exact steps.
 The environment variable of a field is `POWERSGD_` with the field's name in capitals, such as
 `POWERSGD_MATRIX_APPROXIMATION_RANK=16`. A truth value is `1`, `true`, `0` or `false`, a data type
 its name, such as `bfloat16`. A variable with another name that begins with `POWERSGD_` is warned
-about. One is no field, as it may differ from host to host: `POWERSGD_PORTS=29600-29699` has the
-[ports that a process listens on](far-networks.md#which-ports).
+about.
 
 All processes must have equal options. If they differ, every process raises an error that names the
 field and the processes.

@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -46,16 +45,15 @@ inline void write(const std::string& path, double copy, const std::vector<Row>& 
   check(cudaGetDeviceProperties(&device, 0));
   check(cudaRuntimeGetVersion(&runtime));
   check(cudaDriverGetVersion(&driver));
-  const char* const launch = std::getenv("POWERSGD_DEPENDENT_LAUNCH");
   const std::string part = path + ".part";
   std::FILE* const file = std::fopen(part.c_str(), "w");
   if (!file) fail("cannot write " + part);
   std::fprintf(file,
                "{\n \"device\": %s,\n \"capability\": \"%d.%d\",\n \"multiprocessors\": %d,\n"
-               " \"cuda_runtime\": %d,\n \"cuda_driver\": %d,\n \"dependent_launch\": %s,\n"
+               " \"cuda_runtime\": %d,\n \"cuda_driver\": %d,\n"
                " \"copy_tbyte_per_s\": %.4f,\n \"results\": [",
                quoted(device.name).c_str(), device.major, device.minor, device.multiProcessorCount,
-               runtime, driver, quoted(launch ? launch : "1").c_str(), copy / 1e9);
+               runtime, driver, copy / 1e9);
   for (size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows[i];
     const Case& of = row.measured;

@@ -16,7 +16,7 @@ import torch
 
 import torch_powersgd as tp
 from torch_powersgd._core import _C
-from torch_powersgd.tools.footprint import (
+from torch_powersgd.cli.footprint import (
     BUCKET_BYTES,
     Layout,
     buckets_of,
@@ -24,6 +24,7 @@ from torch_powersgd.tools.footprint import (
     footprint_of,
     matrices_of,
 )
+from torch_powersgd.options import to_core
 
 RANK = 16  # of the matrices
 EXACT_STEPS = 2  # the minimum for torch's hook
@@ -84,7 +85,7 @@ class Link:
         return chain * self.message + handled * self.handling + sent * self.per_byte
 
 
-def options_of(wire: str) -> tp.Options:
+def options_of(wire: str | None) -> tp.Options:
     return tp.Options(
         matrix_approximation_rank=RANK, start_powerSGD_iter=EXACT_STEPS, wire_dtype=wire
     )
@@ -112,13 +113,13 @@ def reductions_of(layout: Layout, method: str, world: int) -> list[Bucket]:
     torch's hook all-reduces factors in float32, and raw gradients in a separate reduction. This
     project sends those together with P.
     """
-    options = options_of(method if method in WIRES else "float32")
+    options = options_of(method if method in WIRES else None)
     # A backend that sums by itself, such as NCCL, all-reduces float32.
     device = "cuda" if method == "hook" else "cpu"
     found: list[Bucket] = []
     for bucket in layout:
         if method != "plain" and matrices_of(bucket, options):
-            payloads = _C.traffic_of(bucket, options._core(), torch.float32, device, world)
+            payloads = _C.traffic_of(bucket, to_core(options), torch.float32, device, world)
             found.append([(payload.schedule, payload.sent_bytes) for payload in payloads])
         else:
             found.append([("all-reduce", bytes_in_ring(4 * elements_of(bucket), world))])

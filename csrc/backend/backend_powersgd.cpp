@@ -6,7 +6,6 @@
 
 #include <utility>
 
-#include "engine/work.h"
 #include "gradients/flat_tensors.h"
 #include "powersgd/allreduce_taker.h"
 #include "powersgd/first_error.h"
@@ -47,19 +46,6 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor
     return compressed;
   }
   return ForwardingBackend::allreduce(tensors, opts);
-}
-
-c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_coalesced(
-    std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts) {
-  if (session_->options().scope != Scope::kAlways || session_->is_coalescing()) {
-    return ForwardingBackend::allreduce_coalesced(tensors, opts);
-  }
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  for (const at::Tensor& tensor : tensors) {
-    std::vector<at::Tensor> one = {tensor};
-    works.push_back(allreduce(one, opts));
-  }
-  return c10::make_intrusive<CombinedWork>(std::move(works), tensors);
 }
 
 void BackendPowerSGD::startCoalescing() {

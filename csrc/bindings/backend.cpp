@@ -17,7 +17,6 @@
 #include "bindings/stats.h"
 #include "powersgd/backend.h"
 #include "powersgd/interpreter.h"
-#include "powersgd/listening_ports.h"
 #include "powersgd/options.h"
 #include "powersgd/scope_override.h"
 
@@ -98,14 +97,6 @@ void register_backend(py::module_& module) {
       // torch calls it on the parent for ranks that are not in a new group; only NCCL needs it.
       .def("perform_nocolor_split", [](BackendPowerSGD&, const at::Device&) {})
       .def(
-          "_fail_at",
-          [](BackendPowerSGD& self, const std::string& stage) {
-            self.session()->set_stage_probe([stage](const char* reached, int64_t) {
-              if (stage == reached) throw std::runtime_error("injected failure in " + stage);
-            });
-          },
-          "Makes every step fail before `stage`; '' ends it. For tests.")
-      .def(
           "_call_at_stages",
           [](BackendPowerSGD& self, py::function probe) {
             self.session()->set_stage_probe(
@@ -116,7 +107,6 @@ void register_backend(py::module_& module) {
           },
           "Calls probe(reached, bucket) as stage_probe.h says. It must not raise. For benchmarks.");
   module.def("shutdown_at_exit", &shutdown_at_exit, NoGil());
-  module.def("listen_within", &listen_within, py::arg("first"), py::arg("last"));
   module.def("push_override", &push_override);
   module.def("pop_override", &pop_override);
 }

@@ -47,11 +47,7 @@ class StagesCompressor final : public BucketCompressor {
     states_.begin_step(spec_.plan, gradient, step);
     if (step.loss_scale.defined()) use_on_current_stream(step.loss_scale);
     tables_.begin_step(spec_.plan, gradient, step, stages_.is_capturing());
-    if (!spec_.options.warm_start) {
-      kernels::Bucket start = tables_.bucket();
-      if (step.same_start) start.step = 0;
-      stages_.random_start(start);
-    }
+    if (!spec_.options.warm_start) stages_.random_start(tables_.bucket());
     if (products_) products_->subtract_sent();
     stages_.project(tables_.bucket());
     states_.projected(gradient);

@@ -43,9 +43,9 @@ struct Job {
   std::function<std::shared_ptr<void>()> observe;
   // The addresses of the objects that the job changes. Jobs that share one do not overlap.
   std::vector<const void*> changes;
-  // What the job's collectives belong to. Jobs of one exchange run the same collectives, on the
-  // same memory, and share an object that they change. Null: the job is alone, or runs no
-  // collective.
+  // Identifies jobs that run the same collectives on the same buffers, so that the receives of one
+  // can be posted while the previous one runs. They share an object that they change. Null: the
+  // job is alone, or runs no collective.
   std::shared_ptr<const void> exchange;
   // Overlaps with no other job. Its all-reduces have ended when they return.
   bool alone = false;

@@ -10,7 +10,7 @@
 namespace powersgd {
 namespace {
 
-// Objects that an engine remembers before it drops those that no job waits for.
+// Above this number, an engine forgets the objects that no job waits for.
 constexpr size_t kManyObjects = 4096;
 
 constexpr const char* kWorkerName = "powersgd";

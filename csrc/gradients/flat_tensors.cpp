@@ -21,9 +21,6 @@ constexpr uint64_t kKeepPasses = 100;
 // residual is left in the old order.
 constexpr uint64_t kSettlePasses = 2;
 
-// Compressors without state that are kept for the next tensor of their shape.
-constexpr size_t kKeepStateless = 64;
-
 // Buffers remembered per entry: the number of look-alike models we can distinguish.
 constexpr size_t kKeepBuffers = 16;
 
@@ -97,8 +94,7 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
   const BucketPlan plan = make_plan(tensor);
   if (!plan.compresses()) return std::nullopt;
   const std::lock_guard<std::mutex> lock(mutex_);
-  Admitted admitted = pass.first == Mode::kStateless ? admit_stateless(tensor, plan)
-                                                     : admit_in_pass(tensor, plan, pass);
+  Admitted admitted = admit_in_pass(tensor, plan, pass);
   if (admitted.compressor && is_capturing(tensor.device())) captured_.insert(admitted.compressor);
   return admitted;
 }
@@ -111,33 +107,11 @@ FlatTensors::Pass FlatTensors::current_pass(const at::Tensor& tensor) const {
   const std::optional<ScopeOverride> override = current_override();
   if (override && !override->enabled) return {Mode::kNone, 0};
   const int graph_task = torch::autograd::get_current_graph_task_id();
-  const bool everything = override || options_.scope == Scope::kAlways;
   const bool flat_gradient = takes_flat_gradients() && graph_task >= 0 && tensor.dim() == 1 &&
                              tensor.numel() >= options_.min_numel;
-  if (!everything && !flat_gradient) return {Mode::kNone, 0};
+  if (!override && !flat_gradient) return {Mode::kNone, 0};
   if (graph_task >= 0) return {Mode::kBackward, graph_task};
-  if (override) return {Mode::kBlock, override->block};
-  return {Mode::kStateless, 0};
-}
-
-// The compressor keeps no state, but its tables and payloads serve the next tensor.
-FlatTensors::Admitted FlatTensors::admit_stateless(const at::Tensor& tensor,
-                                                   const BucketPlan& plan) {
-  Admitted admitted;
-  admitted.step.step = stateless_calls_++;
-  admitted.step.same_start = true;
-  admitted.new_pass = true;
-  const Key key{0, tensor.sizes().vec(), tensor.scalar_type(), tensor.device()};
-  if (stateless_.count(key) == 0 && stateless_.size() >= kKeepStateless) stateless_.clear();
-  std::shared_ptr<BucketCompressor>& compressor = stateless_[key];
-  if (!compressor) {
-    compressor =
-        make_compressor(plan, tensor, make_states(plan, /*order=*/0), /*keeps_state=*/false);
-    admitted.to_prepare = compressor;
-  }
-  const bool warm = admitted.step.step >= static_cast<uint64_t>(options_.start_powerSGD_iter);
-  if (warm) admitted.compressor = compressor;
-  return admitted;
+  return {Mode::kBlock, override->block};
 }
 
 FlatTensors::Admitted FlatTensors::admit_in_pass(const at::Tensor& tensor, const BucketPlan& plan,
@@ -161,7 +135,9 @@ FlatTensors::Admitted FlatTensors::admit_in_pass(const at::Tensor& tensor, const
   if (!settled) return admitted;
   if (!entry.compressor) {
     entry.states = make_states(plan, order);
-    entry.compressor = make_compressor(plan, tensor, entry.states, /*keeps_state=*/true);
+    entry.compressor =
+        make_compressor(plan, entry.states, options_, tensor.scalar_type(), tensor.device(),
+                        session_->ranks_on(tensor.device()), step_counter_);
     admitted.to_prepare = entry.compressor;
   }
   if (admitted.step.step < static_cast<uint64_t>(options_.start_powerSGD_iter)) return admitted;
@@ -199,17 +175,6 @@ std::vector<ParameterStatePtr> FlatTensors::make_states(const BucketPlan& plan, 
     states.push_back(std::make_shared<ParameterState>(static_cast<uint64_t>(order)));
   }
   return states;
-}
-
-std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(
-    const BucketPlan& plan, const at::Tensor& tensor, std::vector<ParameterStatePtr> states,
-    bool keeps_state) const {
-  Options options = options_;
-  options.use_error_feedback = options_.use_error_feedback && keeps_state;
-  options.warm_start = options_.warm_start && keeps_state;
-  return powersgd::make_compressor(plan, std::move(states), options, tensor.scalar_type(),
-                                   tensor.device(), session_->ranks_on(tensor.device()),
-                                   step_counter_);
 }
 
 std::vector<Replica> FlatTensors::replicas(const at::Device& device) const {

@@ -25,8 +25,7 @@ namespace powersgd {
 // Contract: a tensor that arrives without an attached model has no name. Its order among the
 // eligible tensors of the same pass, its shape and its dtype identify it: they are the same on
 // every rank by construction, unlike an address. A pass is one backward pass of autograd, or one
-// `scope("always")` block outside of any. A tensor outside of both cannot be told from others of
-// its shape, so it is compressed without state from earlier steps.
+// `scope("always")` block outside of any.
 //
 // Models that look alike and run backward one after the other share that identity. They share Q,
 // which all ranks must agree on, but never a residual: once a rank sees that buffers take turns, it
@@ -44,7 +43,7 @@ class FlatTensors {
                                         const c10d::AllreduceOptions& opts);
 
  private:
-  enum class Mode { kNone, kBackward, kBlock, kStateless };
+  enum class Mode { kNone, kBackward, kBlock };
   // Mode and identity of the pass that the calling thread is in.
   using Pass = std::pair<Mode, int64_t>;
   // Order in the pass, sizes, dtype, device.
@@ -78,7 +77,6 @@ class FlatTensors {
 
   std::optional<Admitted> admit(const std::vector<at::Tensor>& tensors,
                                 const c10d::AllreduceOptions& opts);
-  Admitted admit_stateless(const at::Tensor& tensor, const BucketPlan& plan);
   Admitted admit_in_pass(const at::Tensor& tensor, const BucketPlan& plan, const Pass& pass);
   // True if a large flat tensor that is reduced in backward counts as a gradient. Once a model was
   // attached in the group, gradients have names, and a tensor without one belongs to other code.
@@ -86,10 +84,6 @@ class FlatTensors {
   Pass current_pass(const at::Tensor& tensor) const;
   BucketPlan make_plan(const at::Tensor& tensor) const;
   static std::vector<ParameterStatePtr> make_states(const BucketPlan& plan, int64_t order);
-  std::shared_ptr<BucketCompressor> make_compressor(const BucketPlan& plan,
-                                                    const at::Tensor& tensor,
-                                                    std::vector<ParameterStatePtr> states,
-                                                    bool keeps_state) const;
   int64_t begin_pass(const Pass& pass);
   std::vector<Replica> replicas(const at::Device& device) const;
   void report(const Admitted& admitted, const at::Tensor& tensor) const;
@@ -104,8 +98,6 @@ class FlatTensors {
   Pass pass_{Mode::kNone, 0};
   uint64_t passes_ = 0;
   int64_t order_ = 0;
-  std::map<Key, std::shared_ptr<BucketCompressor>, Less> stateless_;
-  uint64_t stateless_calls_ = 0;
   // The compressors of steps that a CUDA graph holds. A replay uses their memory without passing
   // through here, so they stay.
   std::set<std::shared_ptr<BucketCompressor>> captured_;

@@ -107,8 +107,8 @@ std::optional<int64_t> Session::starts_at() const {
   if (size_ == 1) return std::nullopt;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (was_attached_) return first_start_;
-  const bool flat = options_.scope == Scope::kBackward || options_.scope == Scope::kAlways;
-  return flat ? std::optional(options_.start_powerSGD_iter) : std::nullopt;
+  if (options_.scope != Scope::kBackward) return std::nullopt;
+  return options_.start_powerSGD_iter;
 }
 
 std::string Session::not_started(int64_t soon) {

@@ -54,9 +54,6 @@ class BackendPowerSGD : public ForwardingBackend {
   c10::intrusive_ptr<c10d::Work> allreduce(
       std::vector<at::Tensor>& tensors,
       const c10d::AllreduceOptions& opts = c10d::AllreduceOptions()) override;
-  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
-      std::vector<at::Tensor>& tensors,
-      const c10d::AllreduceCoalescedOptions& opts = c10d::AllreduceCoalescedOptions()) override;
   // In between, every allreduce is forwarded, and what attached models compress is an error.
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;

@@ -32,8 +32,7 @@ struct StepInfo {
   double output_scale = 1;  // 1 for SUM, 1 / world size for AVG
   double units = 1;         // the gradient is this many times the mean gradient at its loss scale
   uint64_t step = 0;
-  int64_t bucket = 0;       // the bucket's number in the pass, which a profiler shows
-  bool same_start = false;  // without warm_start: every step starts from the numbers of step 0
+  int64_t bucket = 0;  // the bucket's number in the pass, which a profiler shows
   // The loss scale: one float32 on the gradient's device, which project reads. It does not change
   // until the step ends. Undefined: 1.
   at::Tensor loss_scale = {};

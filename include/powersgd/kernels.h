@@ -36,8 +36,7 @@
 //     rank has used, and whether the gradient has non-finite elements.
 //   - project reads the S_old of each matrix from its memory_units. It writes S_new there once all
 //     of memory is in the new units, even if the step is skipped later.
-//   - An element of M beyond the largest value of memory's dtype is stored as that value. With a
-//     float16 memory the step then counts as saturated, because the excess is lost.
+//   - An element of M beyond the largest value of memory's dtype is stored as that value.
 //   - A non-finite gradient element counts as 0 in M, so memory stays finite, and sets the last
 //     element of the P payload to 1.
 //   - reconstruct skips the step if that element's sum is not 0, or if a reduced factor is not
@@ -121,11 +120,6 @@ struct StepCount {
   uint64_t count;
 };
 
-struct StepCounts {
-  StepCount skipped;
-  StepCount saturated;  // an element of M was beyond the largest value of a float16 memory
-};
-
 // Everything a stage reads. The tables and all pointers are in memory of the device that runs it.
 struct Bucket {
   const Matrix* matrices;
@@ -145,7 +139,7 @@ struct Bucket {
   void* workspace;
   uint64_t* counters;  // zeros at first; the stages leave them ready for the next use
   BucketState* state;
-  StepCounts* step_counts;  // may be null
+  StepCount* skipped_steps;  // may be null
 
   DType gradient_dtype;
   DType residual_dtype;  // float64 for float64 gradients

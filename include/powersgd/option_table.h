@@ -32,7 +32,7 @@ inline const char* share(double value) {
   return value >= 0 && value < 1 ? nullptr : "a number >= 0 and < 1";
 }
 
-inline constexpr const char* kScopeWords = "'backward', 'attached', 'always' or 'never'";
+inline constexpr const char* kScopeWords = "'backward', 'attached' or 'never'";
 
 inline const char* scope(Scope value) {
   return Scope::kBackward <= value && value <= Scope::kNever ? nullptr : kScopeWords;
@@ -42,18 +42,19 @@ inline const char* backend_name(const std::string& value) {
   return value.empty() ? "'auto' or the name of a backend" : nullptr;
 }
 
+inline constexpr const char* kWireDTypeWords = "None (float32), bfloat16, int8 or int4";
+
 inline const char* wire_dtype(std::optional<WireDType> value) {
-  const bool allowed = !value || (WireDType::kFloat32 <= *value && *value <= WireDType::kInt4);
-  return allowed ? nullptr
-                 : "None, float32, bfloat16, float16, int8 or int4 (None sends float64 gradients "
-                   "in float64)";
+  const bool allowed = !value || (WireDType::kBFloat16 <= *value && *value <= WireDType::kInt4);
+  return allowed ? nullptr : kWireDTypeWords;
 }
 
+inline constexpr const char* kResidualDTypeWords =
+    "float32 or bfloat16 (float64 gradients keep a float64 residual)";
+
 inline const char* residual_dtype(DType value) {
-  const bool allowed =
-      value == DType::kFloat32 || value == DType::kBFloat16 || value == DType::kFloat16;
-  return allowed ? nullptr
-                 : "float32, bfloat16 or float16 (float64 gradients keep a float64 residual)";
+  const bool allowed = value == DType::kFloat32 || value == DType::kBFloat16;
+  return allowed ? nullptr : kResidualDTypeWords;
 }
 
 }  // namespace rules

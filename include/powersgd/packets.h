@@ -27,10 +27,9 @@
 //
 // Contract, the same on the CPU and on CUDA:
 //   - quantize and requantize round to nearest, ties to even. A double is rounded to float first.
-//   - An element of int8, int4 or float16 is code * scale. int8 and int4 have codes in [-127, 127]
-//     and [-7, 7]. The scale of a group is its largest magnitude over 127 or 7, rounded up to
-//     bfloat16. The scale of float16 is a power of two. The largest magnitude over it lies in
-//     [2^14, 2^15). Elements of float32 and bfloat16 have no scale.
+//   - An element of int8 or int4 is code * scale, with codes in [-127, 127] or [-7, 7]. The scale
+//     of a group is its largest magnitude over 127 or 7, rounded up to bfloat16. Elements of
+//     bfloat16 have no scale.
 //   - A finite value beyond the largest of float or of the wire dtype counts as that largest value.
 //   - code * scale is exact in float, because no scale has more than 8 significant bits.
 //   - A group whose scale would be below the smallest normal float has scale 0: its elements count

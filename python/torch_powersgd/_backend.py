@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, _DistributedBackendOptions
 
-from torch_powersgd import log, ports
+from torch_powersgd import log
 from torch_powersgd._core import _C
 from torch_powersgd.group_backends import (
     PLAIN_BACKENDS,
@@ -21,7 +20,8 @@ from torch_powersgd.group_backends import (
     find_backend,
     served_device_types,
 )
-from torch_powersgd.options import Options, resolve
+from torch_powersgd.option_values import must_be, require
+from torch_powersgd.options import Options, resolve, to_core, to_plain
 from torch_powersgd.store_agreement import CollectiveCall, count_call, equality_of, store_of_call
 
 if TYPE_CHECKING:
@@ -35,14 +35,11 @@ def register() -> None:
     """Registers the backend for CPU and CUDA, unless it is registered already."""
     if NAME in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     # To set a group's default backend, torch searches its backends for the first plugin's key. An
     # upper-case key never matches, so a group made from a "device:backend" string has no default
     # backend and warns when it is destroyed. A lower-case key in front does match.
     dist.Backend._plugins = {NAME: dist.Backend._plugins[NAME.upper()], **dist.Backend._plugins}
-    # Now, so that torch's own Gloo groups use the ports too. A powersgd group raises any error.
-    with contextlib.suppress(ValueError):
-        ports.apply()
     atexit.register(_at_exit)
 
 
@@ -52,9 +49,8 @@ def _at_exit() -> None:
         for group in list(dist.distributed_c10d._world.pg_map):
             for device in device_types():
                 backend = find_backend(group, torch.device(device))
-                message = backend.not_started() if backend is not None and group.rank() == 0 else ""
-                if message:
-                    log.warning(message)
+                if backend is not None and (message := backend.not_started()):
+                    log.of(group).warning(message)
     finally:
         # No worker may be inside a collective while the interpreter ends.
         _C.shutdown_at_exit()
@@ -64,7 +60,7 @@ def _log(warning: bool, message: str) -> None:
     (log.warning if warning else log.info)(message)
 
 
-def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.BackendPowerSGD:
+def create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.BackendPowerSGD:
     """Creates this rank's backend for a process group. torch calls this an extended creator."""
     rank, size = dist_options.group_rank, dist_options.group_size
     groups = PrefixStore("powersgd", dist_options.store)
@@ -78,7 +74,7 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
         blocks = name not in STREAM_ORDERED
         connect = functools.partial(_connect_engine, name, dist_options) if blocks else None
         inners.append((device, inner, connect, PrefixStore(f"{device}/engine", store)))
-    return _C.BackendPowerSGD(rank, size, inners, options._core(), _log)
+    return _C.BackendPowerSGD(rank, size, inners, to_core(options), _log)
 
 
 def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: object) -> Options:
@@ -91,13 +87,10 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         ValueError: On every rank alike, if any rank's options are invalid or two ranks' differ, or
             if a rank creates a group of another backend.
     """
-    options = Options()
-    try:
-        ports.apply()
+
+    def make() -> tuple[Options, dict[str, Any]]:
         options = resolve(pg_options)
-        mine = {"kernels": _C.kernels_version, **options._plain()}
-    except Exception as error:  # Of any type: the other ranks wait for it.
-        mine = {"error": str(error)}
+        return options, {"kernels": _C.kernels_version, **to_plain(options)}
 
     def other_backend(call: CollectiveCall, absent: list[int]) -> str:
         # A gloo group created instead of this one stores its address under this key.
@@ -117,8 +110,7 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         dist_options.timeout,
         other_backend,
     )
-    call.agree(mine, compare_options)
-    return options
+    return call.agree_on(make, compare_options)[0]
 
 
 def compare_options(everyone: list[dict[str, Any]]) -> str:
@@ -145,8 +137,7 @@ def _inner_name(options: Options, device: str) -> str:
         name = dist.Backend.default_device_backend_map[device]
         if name == NAME:  # set for libraries that look up their backend there
             name = PLAIN_BACKENDS[device]
-    if name == NAME:
-        raise ValueError("inner must be the name of the backend to wrap, got 'powersgd' itself")
+    require(name != NAME, "inner", "the name of another backend, to wrap", name)
     return name
 
 
@@ -163,8 +154,7 @@ def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOpti
         "group_name": dist_options.group_id,
     }
     if name == "gloo" and dist.is_gloo_available():
-        with ports.named():
-            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         _set(gloo.options, group)
         return cast("Backend", gloo)
     if name == "nccl" and dist.is_nccl_available():
@@ -180,10 +170,8 @@ def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOpti
     if plugin is not None:
         return cast("Backend", plugin.creator_fn(store, rank, size, timeout))
     registered = ["gloo", "nccl", *(key.lower() for key in dist.Backend._plugins)]
-    raise ValueError(
-        f"inner must be 'auto' or one of {sorted(set(registered) - {NAME})}, got {name!r}, which "
-        "this build of torch does not have"
-    )
+    known = sorted(set(registered) - {NAME})
+    raise must_be("inner", f"'auto' or a backend that this build of torch has, of {known}", name)
 
 
 def _connect_engine(

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
-from torch_powersgd import fsdp
+from torch_powersgd import agreement, fsdp
 from torch_powersgd._backend import compare_options
 from torch_powersgd._core import _C
-from torch_powersgd.group_backends import check_alive, find_backend
-from torch_powersgd.option_values import dtype_name
-from torch_powersgd.options import Options, lay_over
-from torch_powersgd.store_agreement import error_as_arguments, next_call
+from torch_powersgd.attachment import Attachment
+from torch_powersgd.group_backends import find_backend
+from torch_powersgd.option_values import dtype_name, require
+from torch_powersgd.options import Options, from_core, lay_over, to_plain
 from torch_powersgd.targets import NamedTensors, Target
 
 
@@ -41,16 +40,13 @@ class Proposal:
     @property
     def described(self) -> list[str]:
         """The gradients in words."""
-        return [
-            f"{name!r} {dtype_name(gradient.dtype)} {list(gradient.shape)}"
-            for name, gradient in self.gradients.items()
-        ]
+        return described(self.gradients)
 
     def plain(self) -> dict[str, Any]:
         """Returns the arguments in JSON types."""
         devices = sorted({_kind_of(gradient.device) for gradient in self.gradients.values()})
         kernels = f"{' and '.join(devices)} {_C.kernels_version}"
-        options = {"kernels": kernels, **self.options._plain()}
+        options = {"kernels": kernels, **to_plain(self.options)}
         return {"options": options, "gradients": self.described, "place": self.place}
 
 
@@ -67,21 +63,6 @@ def _kind_of(device: torch.device) -> str:
 
 
 @dataclass(frozen=True)
-class Previous:
-    """The compression that the new one takes over on a process.
-
-    Attributes:
-        reducer: Its reducer, or None if it has ended.
-        described: Its gradients, as ``Proposal.described``.
-        ended: Why it has ended.
-    """
-
-    reducer: _C.BucketReducer | None
-    described: list[str]
-    ended: str
-
-
-@dataclass(frozen=True)
 class Source:
     """The process whose factors all processes take over, and its step."""
 
@@ -94,7 +75,7 @@ def agree(
     given: Options | Mapping[str, Any] | None,
     scaler: torch.amp.GradScaler | None,
     group: dist.ProcessGroup,
-    previous: Previous | None = None,
+    previous: Attachment | None = None,
     register_hook: bool = False,
 ) -> tuple[Proposal, Source | None]:
     """Returns this process's proposal once all processes have made the same one. Collective.
@@ -114,20 +95,17 @@ def agree(
         ValueError: On every process, if a proposal is invalid or differs from that of rank 0, or a
             process makes none. On this process only, if the group was destroyed here.
     """
-    check_alive(group)
-    proposal = None
-    try:
+
+    def make() -> tuple[Proposal, dict[str, Any]]:
         proposal = _propose(target, given, scaler, group, previous)
         if register_hook:
             target.check_hook()
         plain = proposal.plain()
-        if previous is not None and previous.reducer is not None:
-            plain["step"] = previous.reducer.states.step
-    except Exception as invalid:  # Of any type: the other processes wait for it.
-        plain = error_as_arguments(invalid)
-    timeout = default_pg_timeout if proposal is None else proposal.backend.options._timeout
-    source = next_call(group, "attach", timeout).agree(plain, _compare, _source)
-    assert proposal is not None  # otherwise agree() raised
+        if previous is not None and previous.kept is not None:
+            plain["step"] = previous.kept.states.step
+        return proposal, plain
+
+    proposal, source = agreement.agree(group, "attach", make, _compare, _source)
     return proposal, Source(*source) if source else None
 
 
@@ -141,11 +119,11 @@ def _propose(
     given: Options | Mapping[str, Any] | None,
     scaler: torch.amp.GradScaler | None,
     group: dist.ProcessGroup,
-    previous: Previous | None,
+    previous: Attachment | None,
 ) -> Proposal:
     target.check()
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ValueError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    fits = isinstance(scaler, torch.amp.GradScaler | None)
+    require(fits, "scaler", "a torch.amp.GradScaler", type(scaler))
     if scaler is not None and isinstance(target, NamedTensors):
         raise ValueError(
             "attach takes a scaler only with a module; with tensors, set compression.grad_scale "
@@ -156,12 +134,12 @@ def _propose(
         raise ValueError(target.nothing)
     backend = _backend_of(group, next(iter(gradients.values())).device)
     if previous is None:
-        base = Options._from_core(backend.options.compression)
+        base = from_core(backend.options.compression)
         options = lay_over(base, given, "options of attach")
         return Proposal(backend, options, gradients, target.place())
-    if previous.reducer is None:
+    if previous.kept is None:
         raise ValueError(f"previous can no longer be used: {previous.ended}")
-    options = Options._from_core(previous.reducer.states.options)
+    options = from_core(previous.kept.states.options)
     if lay_over(options, given, "options of attach") != options:
         raise ValueError(
             "attach(previous=...) keeps the options of previous: leave options out. To change "
@@ -194,6 +172,14 @@ def _compare_gradients(everyone: list[list[str]]) -> str:
                 f"{first} where rank {rank} has {mine}"
             )
     return ""
+
+
+def described(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns named tensors in words."""
+    return [
+        f"{name!r} {dtype_name(tensor.dtype)} {list(tensor.shape)}"
+        for name, tensor in tensors.items()
+    ]
 
 
 def first_difference(one: list[str], other: list[str]) -> tuple[str, str] | None:

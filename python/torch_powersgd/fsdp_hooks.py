@@ -173,10 +173,9 @@ def _divided_after(group: Any, dtype: torch.dtype) -> float:
 class _Steps:
     """Calls ``end`` when the last gradients of a step have been reduced.
 
-    That is at the end of the backward pass that reduces them. A pass that reduces part of a unit is
-    followed by one that reduces the rest, because a loss may run backward through the output layer
-    separately. A pipeline's schedule reduces after its passes. A step that doesn't end with a pass
-    ends when one of its units is reduced again.
+    That is at the end of the backward pass that reduces them. A chunked loss runs backward through
+    the output layer first, so one unit can take two passes. A pipeline's schedule reduces after its
+    passes. A step that doesn't end with a pass ends when one of its units is reduced again.
     """
 
     def __init__(self, end: Callable[[], None]) -> None:

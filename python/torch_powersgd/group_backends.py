@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import inspect
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from torch_powersgd._core import _C
-from torch_powersgd.option_values import shown
-from torch_powersgd.store_agreement import CollectiveCall, next_call
+from torch_powersgd.option_values import require
 
 # The backend string of a job whose gradients are on this type of device.
 BACKENDS = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
@@ -46,10 +47,8 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         raise ValueError(
             "there is no process group: call torch.distributed.init_process_group first"
         )
-    if not isinstance(group, dist.ProcessGroup):  # torch returns -100 on ranks outside the group.
-        raise ValueError(
-            f"group must be a process group that this process belongs to, got {shown(group)}"
-        )
+    is_group = isinstance(group, dist.ProcessGroup)  # torch returns -100 on ranks outside it.
+    require(is_group, "group", "a process group that this process belongs to", group)
     return group
 
 
@@ -74,18 +73,17 @@ def check_alive(group: dist.ProcessGroup) -> None:
 
     The other ranks aren't told, because the store for that may be gone.
     """
-    backends = (find_backend(group, torch.device(device)) for device in device_types())
-    if any(backend is not None and backend.ended for backend in backends):
+    if any(backend.ended for backend in _backends_of(group)):
         raise ValueError(
             "the process group of this module was destroyed or aborted: create a new group, wrap "
             "the module in DDP again, and attach the new wrapper"
         )
 
 
-def next_call_on(group: dist.ProcessGroup, function: str) -> CollectiveCall:
-    """This rank's next call of a function that every rank of a powersgd group must call."""
-    check_alive(group)
-    return next_call(group, function, find_backends(group)[0].options._timeout)
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Returns the timeout of a powersgd group, or torch's default for another group."""
+    timeouts = (backend.options._timeout for backend in _backends_of(group))
+    return next(timeouts, default_pg_timeout)
 
 
 def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:
@@ -94,14 +92,19 @@ def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:
     Raises:
         ValueError: If the group has none.
     """
-    found: list[_C.BackendPowerSGD] = []
-    for device in device_types():
-        backend = find_backend(group, torch.device(device))
-        if backend is not None and all(backend is not other for other in found):
-            found.append(backend)
+    found = _backends_of(group)
     if not found:
         raise ValueError(
             "the process group has no powersgd backend; create it with the backend "
             '"cpu:powersgd" or "cpu:gloo,cuda:powersgd"'
         )
+    return found
+
+
+def _backends_of(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:
+    found: list[_C.BackendPowerSGD] = []
+    for device in device_types():
+        backend = find_backend(group, torch.device(device))
+        if backend is not None and all(backend is not other for other in found):
+            found.append(backend)
     return found

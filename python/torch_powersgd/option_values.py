@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Converts arguments and text to option values of exactly the field's type."""
+"""Checks of arguments, and the values of options from arguments and text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 # The names of data types, and what Options holds for them. No torch dtype holds 4-bit integers.
 _DTYPES: dict[str, torch.dtype | str] = {
-    **{name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")},
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
     "int8": "int8",
     "int4": "int4",
 }
@@ -32,8 +33,25 @@ def cut(message: str, longest: int = _LONGEST_MESSAGE) -> str:
     return message if len(message) <= longest else f"{message[:longest]}..."
 
 
+def require(fits: bool, what: str, wanted: str, got: object) -> None:
+    """Raises a ValueError unless a value fits: "<what> must be <wanted>, got <got>"."""
+    if not fits:
+        raise must_be(what, wanted, got)
+
+
+def must_be(what: str, wanted: str, got: object) -> ValueError:
+    """Returns the error of ``require``.
+
+    Args:
+        what: Name of the value.
+        wanted: What is allowed.
+        got: The value, or its type if that says enough.
+    """
+    return ValueError(f"{what} must be {wanted}, got {shown(got)}")
+
+
 class _Shown(reprlib.Repr):
-    """Shows values in messages: short, and without the contents of tensors.
+    """Shows values in messages: short, types by name, and tensors without their contents.
 
     Printing a tensor reads its memory. A tensor from a checkpoint may have none, or claim more
     elements than any memory holds.
@@ -44,8 +62,11 @@ class _Shown(reprlib.Repr):
         self.maxstring = self.maxlong = self.maxother = _LONGEST_VALUE
 
     def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, type):
+            return x.__qualname__
         if isinstance(x, torch.Tensor):
-            return f"<{type(x).__name__} of {x.dtype}>"
+            shape = "nested" if x.is_nested else list(x.shape)
+            return f"<{type(x).__name__}: {x.dtype}, {x.layout}, {shape} on {x.device.type}>"
         return super().repr_instance(x, level)
 
 
@@ -68,13 +89,12 @@ def parse(variable: str, type_name: str, text: str) -> Any:
         return None if text.lower() == "none" else text.lower()
     if type_name == "bool":
         truths = {"1": True, "true": True, "0": False, "false": False}
-        if text.lower() not in truths:
-            raise ValueError(f"{variable} must be one of {', '.join(truths)}, got {shown(text)}")
+        require(text.lower() in truths, variable, f"one of {', '.join(truths)}", text)
         return truths[text.lower()]
     try:
         return int(text) if type_name == "int" else float(text)
     except ValueError:
-        raise ValueError(f"{variable} must be of type {type_name}, got {shown(text)}") from None
+        raise must_be(variable, f"of type {type_name}", text) from None
 
 
 def typed(name: str, type_name: str, value: Any) -> Any:
@@ -91,14 +111,14 @@ def typed(name: str, type_name: str, value: Any) -> Any:
         type_name.endswith("None") and value is None
     ):
         return value
-    raise ValueError(f"{name} must be of type {type_name}, got {shown(value)}")
+    raise must_be(name, f"of type {type_name}", value)
 
 
 def positive(name: str, value: Any) -> float:
     """Returns a Python number. It raises a ValueError unless the value is finite and > 0."""
     number = _number("float", value)
     if number is None or not (number > 0 and math.isfinite(number)):
-        raise ValueError(f"{name} must be a finite number > 0, got {shown(value)}")
+        raise must_be(name, "a finite number > 0", value)
     return float(number)
 
 

@@ -17,17 +17,15 @@ import torch.distributed as dist
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.option_values import cut, dtype_name, parse, shown, typed
+from torch_powersgd.option_values import cut, dtype_name, must_be, parse, require, shown, typed
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 
 _PREFIX = "POWERSGD_"
-# setup.py, the benchmarks, the CUDA kernels and ports.py read these.
-_OTHER_VARIABLES = tuple(
-    f"{_PREFIX}{name}" for name in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH", "PORTS")
-)
+# setup.py and the benchmarks read these.
+_OTHER_VARIABLES = (f"{_PREFIX}BUILD_CUDA", f"{_PREFIX}COMMIT")
 
 
 @dataclass(frozen=True)
@@ -56,19 +54,15 @@ class Options:
         compression_stats_logging_frequency: Number of steps between two summaries in the log.
         scope: Which tensors may be compressed. ``"backward"``: attached models and, in a group
             where nothing was ever attached, large flat tensors that are reduced during a backward
-            pass. ``"attached"``: attached models only. ``"always"``: every eligible tensor.
-            ``"never"``: nothing.
+            pass. ``"attached"``: attached models only. ``"never"``: nothing.
         min_numel: Minimum number of elements of a flat tensor that ``"backward"`` compresses.
         inner: Name of the backend to wrap: ``"gloo"``, ``"nccl"``, or one that was registered with
             torch before. ``"auto"``: gloo for CPUs, nccl for CUDA.
-        wire_dtype: Data type in which factors are sent: ``"int8"``, ``"int4"``,
-            ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``. The quantization error goes
-            to the residual. None: float32, or float64 for float64 gradients. Gradients that aren't
-            compressed are never rounded.
-        residual_dtype: Data type of the residual: ``torch.float32``, ``torch.bfloat16`` or
-            ``torch.float16``. Residuals of float64 gradients are always float64. Values beyond the
-            type's largest are cut off; ``Compression.stats()["saturated_steps"]`` counts the steps
-            in which that happens in float16.
+        wire_dtype: Data type in which factors are sent: ``"int8"``, ``"int4"`` or
+            ``torch.bfloat16``. The quantization error goes to the residual. None: float32, or
+            float64 for float64 gradients. Gradients that aren't compressed are never rounded.
+        residual_dtype: Data type of the residual: ``torch.float32`` or ``torch.bfloat16``. Float64
+            gradients always have a residual in float64.
         check_every: Number of steps between two checks that the factors are equal on all processes.
             If they differ, a warning names the parameter and the ranks, all processes take rank
             0's factors, and ``Compression.stats()["differences"]`` counts it. 0: never check.
@@ -110,33 +104,8 @@ class Options:
     def __post_init__(self) -> None:
         for name, type_name in _types():
             object.__setattr__(self, name, typed(name, type_name, getattr(self, name)))
-        self._core().validate()
+        to_core(self).validate()
         _check_inner(self.inner)
-
-    def _core(self) -> _C.Options:
-        """Returns the same options as a value of the C++ core."""
-        core = _C.Options()
-        for name, value in self._plain().items():
-            try:
-                setattr(core, name, value)
-            except TypeError:  # The value is out of the C++ type's range.
-                raise ValueError(f"{name} must be a 64-bit integer, got {shown(value)}") from None
-            except ValueError as error:  # The value names no scope or dtype.
-                _, _, allowed = cut(str(error)).partition(" must be ")
-                raise ValueError(f"{name} must be {allowed}") from None
-        return core
-
-    @classmethod
-    def _from_core(cls, core: _C.Options) -> Options:
-        """Returns the options that a value of the C++ core holds."""
-        return cls(**{name: getattr(core, name) for name in _NAMES})
-
-    def _plain(self) -> dict[str, Any]:
-        """Returns the fields as JSON types, for messages and checkpoints."""
-        return {
-            name: dtype_name(value) if isinstance(value, torch.dtype) else value
-            for name, value in dataclasses.asdict(self).items()
-        }
 
     @classmethod
     def hook_defaults(cls, **fields: Any) -> Options:
@@ -163,8 +132,7 @@ class Options:
         Raises:
             ValueError: If ``state`` is not the state of such a hook, or a value is not allowed.
         """
-        if not hasattr(state, _NAMES[0]):
-            raise ValueError(f"state must be a PowerSGDState, got {type(state).__name__}")
+        require(hasattr(state, _NAMES[0]), "state", "a PowerSGDState", type(state))
         shared = {name: getattr(state, name) for name in _NAMES if hasattr(state, name)}
         return cls.hook_defaults(**{**shared, **fields})
 
@@ -175,6 +143,34 @@ def _types() -> list[tuple[str, str]]:
 
 
 _NAMES = [name for name, _ in _types()]
+
+
+def to_core(options: Options) -> _C.Options:
+    """Returns the same options as a value of the C++ core."""
+    core = _C.Options()
+    for name, value in to_plain(options).items():
+        try:
+            setattr(core, name, value)
+        except TypeError:  # The value is out of the C++ type's range.
+            raise must_be(name, "a 64-bit integer", value) from None
+        except ValueError as error:  # The value names no scope or dtype.
+            _, _, allowed = cut(str(error)).partition(" must be ")
+            raise ValueError(f"{name} must be {allowed}") from None
+    return core
+
+
+def from_core(core: _C.Options) -> Options:
+    """Returns the options that a value of the C++ core holds."""
+    return Options(**{name: getattr(core, name) for name in _NAMES})
+
+
+def to_plain(options: Options) -> dict[str, Any]:
+    """Returns the fields as JSON types, for messages and checkpoints."""
+    return {
+        name: dtype_name(value) if isinstance(value, torch.dtype) else value
+        for name, value in dataclasses.asdict(options).items()
+    }
+
 
 _configured: Options | None = None
 
@@ -192,8 +188,8 @@ def configure(options: Options | None) -> None:
         ValueError: If ``options`` is neither ``Options`` nor None.
     """
     global _configured
-    if options is not None and not isinstance(options, Options):
-        raise ValueError(f"configure takes torch_powersgd.Options or None, got {shown(options)}")
+    fits = isinstance(options, Options | None)
+    require(fits, "options of configure", "torch_powersgd.Options or None", options)
     _configured = options
 
 
@@ -231,10 +227,8 @@ def lay_over(base: Options, given: object, source: str) -> Options:
     if isinstance(given, Options):
         return given
     if not isinstance(given, Mapping):
-        raise ValueError(
-            f"{source} must be torch_powersgd.Options or a mapping of option names to values, got "
-            f"{type(given).__name__}"
-        )
+        wanted = "torch_powersgd.Options or a mapping of option names to values"
+        raise must_be(source, wanted, type(given))
     for name in given:
         if name not in _NAMES:
             raise ValueError(f"{source}: {_no_option(name)}")
@@ -308,6 +302,5 @@ def _check_inner(inner: str) -> None:
         plugins = importlib.metadata.entry_points(group="torch.distributed.backends")
         # torch 2.14 also lists its own backends there, even those that its build lacks.
         allowed |= {p.name for p in plugins if p.dist is None or p.dist.name != "torch"}
-    if inner not in allowed - {"powersgd"}:
-        names = ", ".join(map(repr, sorted(allowed - {"powersgd"})))
-        raise ValueError(f"inner must be one of {names}, got {shown(inner)}")
+    allowed -= {"powersgd"}
+    require(inner in allowed, "inner", f"one of {', '.join(map(repr, sorted(allowed)))}", inner)

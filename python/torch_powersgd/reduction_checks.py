@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -26,7 +27,7 @@ from torch_powersgd._core import _C
 from torch_powersgd.ddp import conversion_error, in_local_steps, named_parameters_of
 
 # Warn after more optimizer steps than this without an average, and look this often for parameters
-# that are not averaged. A job that accumulates gradients steps only after an average.
+# that are not averaged. Gradient accumulation is no false alarm, as it steps only after an average.
 INTERVAL = 20
 
 _SHOWN = 3  # names in a warning
@@ -38,11 +39,13 @@ class _Check:
     Args:
         module: Attached module.
         reducer: Reducer of its buckets.
-        warns: Whether this rank warns. Errors are raised on every rank.
+        group: Group that averages. Its first rank warns. Errors are raised on every rank.
     """
 
-    def __init__(self, module: torch.nn.Module, reducer: _C.BucketReducer, warns: bool) -> None:
-        self.module, self.reducer, self.warns = ref(module), ref(reducer), warns
+    def __init__(
+        self, module: torch.nn.Module, reducer: _C.BucketReducer, group: dist.ProcessGroup
+    ) -> None:
+        self.module, self.reducer, self.log = ref(module), ref(reducer), log.of(group)
         # The reducer keeps its parameters alive, and FSDP2 its shards, so these ids aren't reused.
         self.averaged = {id(parameter) for parameter in _averaged_parameters(module)}
         self.passes = 0  # synchronized passes at the last check that found no error
@@ -70,9 +73,9 @@ class _Check:
         hooked = any(
             getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters_of(optimizer)
         )
-        if self.warns and not self.in_backward and hooked and self._holds(optimizer):
+        if not self.in_backward and hooked and self._holds(optimizer):
             self.in_backward = True
-            log.warning(
+            self.log.warning(
                 f"an optimizer of {type(ddp.module).__name__} steps within the backward pass, "
                 "before DDP has averaged the gradients, so the ranks drift apart. Call "
                 "optimizer.step() after the backward pass"
@@ -81,7 +84,7 @@ class _Check:
     def after_step(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer, which may hold the parameters of other modules."""
         module, reducer = self.module(), self.reducer()
-        if not self.warns or module is None or reducer is None:
+        if not self.log.speaks or module is None or reducer is None:
             return
         self.steps[optimizer] = count = self.steps.get(optimizer, 0) + 1
         if self.first is not None:
@@ -100,7 +103,7 @@ class _Check:
         elif self.steps[optimizer] > INTERVAL and self._holds(optimizer):
             self.first = None
             name = type(getattr(module, "module", module)).__name__
-            log.warning(
+            self.log.warning(
                 f"the gradients of {name} were not averaged in {INTERVAL} optimizer steps, so the "
                 "ranks drift apart. Compute the loss with the wrapper (ddp) rather than "
                 "ddp.module, and leave no_sync() before each step"
@@ -125,7 +128,7 @@ class _Check:
             self.named.update(names)
             shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
             shown += ", ..." if len(names) > _SHOWN else ""
-            log.warning(
+            self.log.warning(
                 f"DDP does not average the gradients of {shown}, so the ranks drift apart: they "
                 "were frozen or missing when DDP wrapped the module. Wrap it again and attach the "
                 "new wrapper"
@@ -137,18 +140,17 @@ _checks: WeakKeyDictionary[torch.nn.Module, _Check] = WeakKeyDictionary()
 _registered = False
 
 
-def check(module: torch.nn.Module, reducer: _C.BucketReducer, warns: bool) -> None:
+def check(module: torch.nn.Module, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
     """Checks an attached module now, and from now on at each step of its optimizers."""
     global _registered
     if not _registered:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         _registered = True
-    of_module = _Check(module, reducer, warns)
+    of_module = _Check(module, reducer, group)
     if isinstance(module, DistributedDataParallel):
         _checks[module.module] = of_module
-        if warns:
-            of_module.name_what_is_not_averaged(module, module.parameters())
+        of_module.name_what_is_not_averaged(module, module.parameters())
     else:
         _checks[module] = of_module
 

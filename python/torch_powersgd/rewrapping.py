@@ -73,8 +73,8 @@ def note_wrapper(
     _wrappers[ddp.module] = wrapper = Wrapper(ddp, reducer, described)
     if before is None or before is previous:
         return wrapper
-    if before.has_residual() and ddp.process_group.rank() == 0:
-        log.warning(
+    if before.has_residual():
+        log.of(ddp.process_group).warning(
             f"{type(ddp.module).__name__} was wrapped again, so the gradients that the old wrapper "
             "has not sent yet (its residuals) are lost. To keep them, "
             + (

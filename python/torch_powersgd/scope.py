@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch_powersgd._core import _C
-from torch_powersgd.option_values import shown
+from torch_powersgd.option_values import require
 
 _SCOPES = {"always": True, "never": False}
 
@@ -27,8 +27,8 @@ def scope(scope: str) -> Iterator[None]:
     Raises:
         ValueError: If ``scope`` is anything else.
     """
-    if not isinstance(scope, str) or scope not in _SCOPES:
-        raise ValueError(f"scope must be 'always' or 'never', got {shown(scope)}")
+    allowed = isinstance(scope, str) and scope in _SCOPES
+    require(allowed, "scope", "'always' or 'never'", scope)
     _C.push_override(_SCOPES[scope])
     try:
         yield

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.group_backends import find_backends
+from torch_powersgd.group_backends import find_backends, group_or_default
 
 SOON = 20  # No notice if compression starts within this many steps.
 
@@ -35,8 +35,7 @@ def stats(group: dist.ProcessGroup | None = None, *, flat: bool = False) -> dict
     """
     backends = find_backends(group)
     for backend in backends:
-        if backend.rank() == 0:
-            notify_if_not_started(backend)
+        notify_if_not_started(backend, log.of(group_or_default(group)))
     starts = [start for start in (backend.starts_at() for backend in backends) if start is not None]
     total = {
         "compressing": any(backend.compressing() for backend in backends),
@@ -64,10 +63,10 @@ def of_attached(
     return dict(_scalars(total)) if flat else total
 
 
-def notify_if_not_started(counted: _C.BackendPowerSGD | _C.BucketReducer) -> None:
+def notify_if_not_started(counted: _C.BackendPowerSGD | _C.BucketReducer, say: log.Log) -> None:
     """Logs once if training runs long before compression starts."""
     if message := counted.not_started(SOON):
-        log.notice(message)
+        say.notice(message)
 
 
 def _last_step(layer: _C.LayerStats) -> dict[str, float | None]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -30,6 +30,9 @@ INTERVAL = timedelta(seconds=0.5)
 # Ranks on which the same collective fails notice it within this time of each other.
 GRACE = timedelta(seconds=3)
 
+T = TypeVar("T")
+# Returns what the call goes on with, and the arguments that ranks compare, in JSON types.
+Make = Callable[[], tuple[T, dict[str, Any]]]
 # Takes the arguments of all ranks, and returns the message of the error to raise, or nothing.
 Compare = Callable[[list[dict[str, Any]]], str]
 # Takes the arguments of all ranks, and returns what follows from them, in JSON types.
@@ -67,25 +70,18 @@ class CollectiveCall:
         self,
         mine: dict[str, Any],
         compare: Compare,
-        conclude: Conclude = lambda everyone: None,
+        conclude: Conclude | None = None,
     ) -> Any:
-        """Returns once all ranks have called and ``compare`` has no objection.
+        """Returns what ``conclude`` returns, once all ranks have called and ``compare`` agrees.
 
         Args:
             mine: Arguments of this rank in JSON types, or {"error": text} if they are invalid.
-            compare: Function of the arguments of all ranks, which rank 0 calls. It returns the
-                message of the error to raise, or nothing.
-            conclude: Function of the same arguments, which rank 0 calls next. ``agree`` returns its
-                result on every rank.
-
-        Raises:
-            ValueError: If a rank has an error, ``compare`` returns one, or a rank does not call. It
-                is raised on every rank.
+            compare, conclude: As in ``agreement.agree``.
         """
         try:
             text = json.dumps(mine)
         except Exception as invalid:  # such as an integer of 5000 digits
-            text = json.dumps(error_as_arguments(invalid))
+            text = json.dumps(_as_arguments(invalid))
         self.store.set(str(self.rank), text)
         verdict = self._judge(compare, conclude) if self.rank == 0 else self._read_verdict()
         if verdict["error"]:
@@ -93,7 +89,18 @@ class CollectiveCall:
             raise ValueError(verdict["error"])
         return verdict["conclusion"]
 
-    def _judge(self, compare: Compare, conclude: Conclude) -> dict[str, Any]:
+    def agree_on(
+        self, make: Make[T], compare: Compare, conclude: Conclude | None = None
+    ) -> tuple[T, Any]:
+        """Does what ``agreement.agree`` documents."""
+        try:
+            made, mine = make()
+        except Exception as invalid:  # Of any type: the other ranks wait for it.
+            self.agree(_as_arguments(invalid), compare)  # raises it on every rank
+            raise
+        return made, self.agree(mine, compare, conclude)
+
+    def _judge(self, compare: Compare, conclude: Conclude | None) -> dict[str, Any]:
         """Only rank 0 compares and looks for absent ranks, so that n ranks make n requests."""
         everyone = [str(rank) for rank in range(len(self.global_ranks))]
         given = []
@@ -101,7 +108,8 @@ class CollectiveCall:
         if not error:
             given = [json.loads(self.store.get(key)) for key in everyone]
             error = error_of(given) or compare(given)
-        verdict = {"error": error, "conclusion": None if error else conclude(given)}
+        conclusion = None if error or conclude is None else conclude(given)
+        verdict = {"error": error, "conclusion": conclusion}
         self.store.set(_VERDICT, json.dumps(verdict))
         if given:
             self._forget_before(everyone)
@@ -182,24 +190,6 @@ class CollectiveCall:
                 return f"{missing} within {seconds:g} seconds; all ranks must do so"
             time.sleep(INTERVAL.total_seconds())
         return ""
-
-
-def next_call(
-    group: dist.ProcessGroup,
-    function: str,
-    timeout: timedelta,
-) -> CollectiveCall:
-    """This rank's next call of a function that every rank of the group must call."""
-    calls = PrefixStore(f"powersgd/{function}", group.get_group_store())
-    number = count_call(calls, group.rank())
-    return CollectiveCall(
-        store_of_call(calls, number),
-        group.rank(),
-        global_ranks(group),
-        f"called {function}",
-        timeout,
-        before=store_of_call(calls, number - 1) if number > 1 else None,
-    )
 
 
 @contextlib.contextmanager
@@ -290,12 +280,15 @@ def store_of_call(store: Store, number: int) -> PrefixStore:
     return PrefixStore(str(number), store)
 
 
-def error_as_arguments(error: Exception) -> dict[str, Any]:
+def _as_arguments(error: Exception) -> dict[str, Any]:
     """Returns what a rank passes to ``agree`` instead of its arguments after an error.
 
     A long message, such as one that quotes a value, is cut.
     """
-    return {"error": cut(str(error)) or type(error).__name__}
+    kind, message = type(error).__name__, cut(str(error))
+    if message and not isinstance(error, ValueError):
+        message = f"{kind}: {message}"
+    return {"error": message or kind}
 
 
 def error_of(everyone: list[dict[str, Any]]) -> str:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_powersgd import ddp, fsdp, fsdp_hooks
 from torch_powersgd._core import _C
 from torch_powersgd.group_backends import group_or_default
-from torch_powersgd.option_values import is_unicode, shown
+from torch_powersgd.option_values import is_unicode, must_be, require
 from torch_powersgd.store_agreement import global_ranks
 
 
@@ -74,9 +74,11 @@ def target_of(given: object) -> Target:
         return FsdpTarget(given)
     if isinstance(given, Mapping):
         return NamedTensors(given)
-    raise ValueError(
-        "attach takes a DistributedDataParallel module, a module that fully_shard or replicate was "
-        f"called with, or a dict of named tensors, got {type(given).__name__}"
+    raise must_be(
+        "target",
+        "a DistributedDataParallel module, a module that fully_shard or replicate was called with, "
+        "or a dict of named tensors",
+        type(given),
     )
 
 
@@ -183,13 +185,12 @@ class NamedTensors(Target):
 
     def check(self) -> None:
         for name, tensor in self.tensors.items():
-            if not isinstance(name, str) or not is_unicode(name):
-                raise ValueError(f"tensor names must be strings, got {shown(name)}")
-            if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-                kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-                raise ValueError(f"{name!r} must be a dense tensor, got {kind}")
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                raise ValueError(f"{name!r} must be floating-point or complex, got {tensor.dtype}")
+            is_text = isinstance(name, str) and is_unicode(name)
+            require(is_text, "tensor names", "strings", name)
+            is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+            require(is_dense, repr(name), "a dense tensor", tensor)
+            fits = tensor.is_floating_point() or tensor.is_complex()
+            require(fits, repr(name), "floating-point or complex", tensor.dtype)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         # Without memory, because the core would keep the caller's tensors alive.

@@ -87,7 +87,7 @@ struct BackProjectTile {
 inline void back_project_tile(const Bucket& bucket, const Tile& tile) {
   const Matrix& matrix = bucket.matrices[tile.item];
   if (matrix.memory != nullptr) {
-    with_storage(bucket.residual_dtype, [&](auto residual) {
+    with_residual_storage(bucket.residual_dtype, [&](auto residual) {
       using R = decltype(residual);
       const R* m = static_cast<const R*>(matrix.memory);
       BackProjectTile<R, false>{bucket, matrix, tile, m}.run();

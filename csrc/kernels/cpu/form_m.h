@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "kernels/cpu/blocking/bands.h"
-#include "kernels/cpu/blocking/element_flags.h"
+#include "kernels/cpu/blocking/finite_check.h"
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/simd/convert.h"
 
@@ -29,9 +29,9 @@ struct MatrixElements {
         residual_scale(scale) {}
 
   // Returns G + residual_scale * residual. An element of G that is not finite counts as 0.
-  V load_sum(int64_t offset, int64_t count, ElementFlags<F>& flags) const {
+  V load_sum(int64_t offset, int64_t count, FiniteCheck<F>& check) const {
     const V g = load_first(gradient + offset, count);
-    flags.examine_gradient(g);
+    check.add(g);
     const V finite = finite_or_zero(g);
     if constexpr (!kFeedback) return finite;
     return multiply_add(broadcast(residual_scale), V(load_first(residual + offset, count)), finite);
@@ -39,10 +39,9 @@ struct MatrixElements {
 
   // Stores m as the residual, and returns it as stored. The clamp keeps the residual finite where m
   // is out of its range: an infinity would never leave it.
-  V store_m(int64_t offset, int64_t count, V m, ElementFlags<F>& flags) const {
-    if constexpr (!kFeedback) return m;
-    flags.template examine_m<R>(m);
-    return store_first(residual + offset, count, clamped_to<R>(m));
+  V store_m(int64_t offset, int64_t count, V m) const {
+    if constexpr (kFeedback) return store_first(residual + offset, count, clamped_to<R>(m));
+    return m;
   }
 
   void prefetch_inputs(int64_t offset) const {
@@ -64,9 +63,9 @@ struct FormRows {
   F residual_scale;
 
   // m is [kRows, kBlockStride], the columns of the block padded with zeros to a multiple of kPad.
-  void form(const BandBlock& block, int64_t row, F* m, ElementFlags<F>& flags) const {
+  void form(const BandBlock& block, int64_t row, F* m, FiniteCheck<F>& check) const {
     if constexpr (kFeedback) multiply_last_step(block, row, m);
-    combine(block, row, m, flags);
+    combine(block, row, m, check);
   }
 
   void multiply_last_step(const BandBlock& block, int64_t row, F* product) const {
@@ -84,7 +83,7 @@ struct FormRows {
   }
 
   // m, the product if there is one, becomes M.
-  void combine(const BandBlock& block, int64_t row, F* m, ElementFlags<F>& flags) const {
+  void combine(const BandBlock& block, int64_t row, F* m, FiniteCheck<F>& check) const {
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
     const MatrixElements<G, R, kFeedback> source(bucket, matrix, residual_scale);
     for (int64_t i = 0; i < rows; ++i) {
@@ -93,9 +92,9 @@ struct FormRows {
       F* target = m + i * kBlockStride;
       for_each_vector<F, 2>(block.cols, [&](int64_t j, int64_t count) {
         source.prefetch_inputs(ahead + j);
-        Vector<F> sum = source.load_sum(offset + j, count, flags);
+        Vector<F> sum = source.load_sum(offset + j, count, check);
         if constexpr (kFeedback) sum -= load(target + j);
-        store(target + j, source.store_m(offset + j, count, sum, flags));
+        store(target + j, source.store_m(offset + j, count, sum));
       });
       const int64_t padded = round_up(block.cols, kLanes<F>);
       std::fill(target + padded, target + round_up(block.cols, kPad), F{0});

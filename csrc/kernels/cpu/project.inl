@@ -33,14 +33,16 @@ struct ProjectTile {
     std::fill(p() + tile.row_begin * matrix.rank, p() + tile.row_end * matrix.rank, F{0});
   }
 
-  void finish(int32_t flags) const { flags_of(bucket, tile) = flags; }
+  void finish(const FiniteCheck<F>& check) const {
+    non_finite_flag(bucket, tile) = check.passed() ? 0 : 1;
+  }
 };
 
 // Handles one row of a block with up to kRank rows of the factors. Everything else is in registers,
 // so arithmetic hides behind memory.
 template <class G, class R, int kRank, class F>
 inline void project_row(const ProjectTile<F>& arguments, const BandBlock& block, int64_t row,
-                        const F* local, const F* warm, ElementFlags<F>& flags) {
+                        const F* local, const F* warm, FiniteCheck<F>& check) {
   const Matrix& matrix = arguments.matrix;
   const MatrixElements<G, R, true> source(arguments.bucket, matrix, arguments.residual_scale);
   const int64_t offset = row * matrix.cols + block.col;
@@ -56,11 +58,11 @@ inline void project_row(const ProjectTile<F>& arguments, const BandBlock& block,
   constexpr int kTurn = kRank == 1 ? 1 : 2;
   for_each_vector<F, kTurn>(block.cols, [&](int64_t j, int64_t count) {
     source.prefetch_inputs(ahead + j);
-    Vector<F> m = source.load_sum(offset + j, count, flags);
+    Vector<F> m = source.load_sum(offset + j, count, check);
     POWERSGD_UNROLL
     for (int k = 0; k < kRank; ++k)
       m = multiply_add(p_hat[k], load(local + k * kBlockStride + j), m);
-    m = source.store_m(offset + j, count, m, flags);
+    m = source.store_m(offset + j, count, m);
     POWERSGD_UNROLL
     for (int k = 0; k < kRank; ++k) {
       sum[k] = multiply_add(m, load(warm + k * kBlockStride + j), sum[k]);
@@ -79,16 +81,16 @@ POWERSGD_TILE_FUNCTION inline void project_low_rank(const ProjectTile<ComputeOf<
   const Matrix& matrix = arguments.matrix;
   PackedFactor<F, kRank> local(matrix.q_local, matrix.cols);
   PackedFactor<F, kRank> warm(matrix.q_warm, matrix.cols);
-  ElementFlags<F> flags;
+  FiniteCheck<F> check;
   arguments.clear_p();
   for_each_block(matrix, arguments.region(), [&](const BandBlock& block) {
     local.pack(0, matrix.rank, block.col, block.cols);
     warm.pack(0, matrix.rank, block.col, block.cols);
     for (int64_t row = block.row_begin; row < block.row_end; ++row) {
-      project_row<G, R, kRank>(arguments, block, row, local.data(), warm.data(), flags);
+      project_row<G, R, kRank>(arguments, block, row, local.data(), warm.data(), check);
     }
   });
-  arguments.finish(flags.template flags<R>());
+  arguments.finish(check);
 }
 
 // P += m q_warm^T, of kRows rows of a block.
@@ -113,16 +115,16 @@ POWERSGD_TILE_FUNCTION inline void project_any_rank(const ProjectTile<ComputeOf<
   PackedFactor<F> warm(matrix.q_warm, matrix.cols);
   const FormRows<G, R, kFeedback> rows{arguments.bucket, matrix, arguments.p_hat(), local,
                                        arguments.residual_scale};
-  ElementFlags<F> flags;
+  FiniteCheck<F> check;
   arguments.clear_p();
   for_each_block(matrix, arguments.region(), [&](const BandBlock& block) {
     for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
       alignas(64) F m[kRows * kBlockStride];
-      rows.form(block, row, m, flags);
+      rows.form(block, row, m, check);
       multiply_warm(arguments, block, row, m, warm);
     }
   });
-  arguments.finish(flags.template flags<R>());
+  arguments.finish(check);
 }
 
 template <class G, class R>

@@ -285,7 +285,7 @@ inline void reconstruct_or_skip(const Bucket& bucket, const ParallelFor& paralle
     apply_step<G>(bucket, parallel_for);
   } else {
     skip_step<G, R>(bucket, parallel_for);
-    count_step(bucket, &StepCounts::skipped);
+    count_skipped_step(bucket);
   }
 }
 

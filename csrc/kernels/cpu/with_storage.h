@@ -23,6 +23,14 @@ void with_storage(DType dtype, const Function& function) {
   }
 }
 
+// The same for a residual, which is never in float16.
+template <class Function>
+void with_residual_storage(DType dtype, const Function& function) {
+  if (dtype == DType::kFloat64) return function(double{});
+  if (dtype == DType::kBFloat16) return function(BFloat16{});
+  function(float{});
+}
+
 // Calls function(G{}, R{}) with the storage types of gradient and residual: float64 goes with
 // itself.
 template <class Function>
@@ -31,7 +39,7 @@ void with_storage_pair(DType gradient, DType residual, const Function& function)
     if constexpr (std::is_same_v<decltype(g), double>) {
       function(g, g);
     } else {
-      with_storage(residual, [&](auto r) {
+      with_residual_storage(residual, [&](auto r) {
         if constexpr (!std::is_same_v<decltype(r), double>) function(g, r);
       });
     }

@@ -30,7 +30,7 @@ class Builder {
       total_elements_ += matrix.rows * matrix.cols;
     }
     multiplies_ = multiplies(largest_rank_, factor_dtype);
-    next_counter_ = raw_flags_counter(static_cast<int64_t>(matrices.size())) + 1;
+    next_counter_ = raw_flag_counter(static_cast<int64_t>(matrices.size())) + 1;
   }
 
   TileTable build() {

@@ -77,13 +77,20 @@ __device__ __forceinline__ void replace_non_finite(F (&value)[4]) {
   for (int j = 0; j < 4; ++j) value[j] = is_finite(value[j]) ? value[j] : F{0};
 }
 
-// The largest finite value of a storage type. memory is kept within it, because an infinity would
-// stay there.
+// The dtype of a memory with this storage.
 template <typename Storage>
-__device__ __forceinline__ Factor<Storage> largest(DType dtype) {
+constexpr DType kMemoryDType = sizeof(Storage) == 2   ? DType::kBFloat16
+                               : sizeof(Storage) == 4 ? DType::kFloat32
+                                                      : DType::kFloat64;
+
+constexpr float kLargestBfloat16 = 3.38953139e38f;
+
+// The largest finite value of memory. It is kept within it, because an infinity would stay there.
+template <typename Storage>
+__device__ __forceinline__ Factor<Storage> largest_in_memory() {
   if constexpr (sizeof(Storage) == 8) return DBL_MAX;
   if constexpr (sizeof(Storage) == 4) return FLT_MAX;
-  return dtype == DType::kBFloat16 ? 3.38953139e38f : 65504.0f;
+  return kLargestBfloat16;
 }
 __device__ __forceinline__ float clamp_to(float value, float limit) {
   return fminf(fmaxf(value, -limit), limit);

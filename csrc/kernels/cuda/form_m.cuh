@@ -20,7 +20,7 @@ struct Rows {
   int count;              // rows that exist, of kRows
   bool gradient_aligned;  // the buffer's owner decides where a gradient lies
   bool aligned;           // memory, q_local and q_warm
-  DType gradient_dtype, residual_dtype;
+  DType gradient_dtype;
   const Work* work;  // in shared memory, for what no register holds
 
   __device__ int rank() const { return static_cast<int>(work->matrix.rank); }
@@ -63,7 +63,6 @@ __device__ __forceinline__ Rows<kRows, F, G, M> rows_of(const Bucket& bucket, co
                  is_aligned(static_cast<const F*>(matrix.q_local), matrix.cols) &
                  is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
   rows.gradient_dtype = bucket.gradient_dtype;
-  rows.residual_dtype = bucket.residual_dtype;
   return rows;
 }
 
@@ -108,33 +107,31 @@ __device__ __forceinline__ bool are_finite(const F (&values)[kLoadedRows][4]) {
 // Replaces the non-finite elements of the gradient by 0, and notes that there are some.
 template <typename F>
 __device__ __forceinline__ void examine_gradient(F (&gradient)[kLoadedRows][4],
-                                                 ElementFlags* flags) {
+                                                 volatile int* non_finite) {
   if (are_finite(gradient)) return;
   POWERSGD_UNROLL
   for (int i = 0; i < kLoadedRows; ++i) replace_non_finite(gradient[i]);
-  flags->non_finite = 1;
+  *non_finite = 1;
 }
 
 // m = scale * memory + gradient, where memory still holds M of the last step.
 template <int kRows, typename F, typename G, typename M>
 __device__ __forceinline__ void add_gradient(const Rows<kRows, F, G, M>& rows,
                                              const StoredElements<G, M>& stored,
-                                             F (&m)[kLoadedRows][4], ElementFlags* flags) {
+                                             F (&m)[kLoadedRows][4], volatile int* non_finite) {
   with_dtype<G>(rows.gradient_dtype, [&](DType dtype) {
     POWERSGD_UNROLL
     for (int i = 0; i < kLoadedRows; ++i) widen_columns(stored.gradient[i], dtype, m[i]);
   });
-  examine_gradient(m, flags);
+  examine_gradient(m, non_finite);
   if (!rows.has_memory()) return;
-  with_dtype<M>(rows.residual_dtype, [&](DType dtype) {
+  POWERSGD_UNROLL
+  for (int i = 0; i < kLoadedRows; ++i) {
+    F memory[4];
+    widen_columns(stored.memory[i], kMemoryDType<M>, memory);
     POWERSGD_UNROLL
-    for (int i = 0; i < kLoadedRows; ++i) {
-      F memory[4];
-      widen_columns(stored.memory[i], dtype, memory);
-      POWERSGD_UNROLL
-      for (int j = 0; j < 4; ++j) m[i][j] = rows.scale() * memory[j] + m[i][j];
-    }
-  });
+    for (int j = 0; j < 4; ++j) m[i][j] = rows.scale() * memory[j] + m[i][j];
+  }
 }
 
 // m -= p q for one row q of q_local at a lane's columns. p points to kLoadedRows elements of a
@@ -150,11 +147,10 @@ __device__ __forceinline__ void subtract_product(const F* p, const F (&q)[4],
   }
 }
 
-// Clamps a row of M to the range of memory, and rounds it to memory's dtype. Returns true if an
-// element was beyond the range.
+// Clamps a row of M to the range of memory, and rounds it to memory's dtype.
 template <typename F, typename M>
-__device__ __forceinline__ bool round_to_memory(DType dtype, F (&m)[4], M (&stored)[4]) {
-  const F limit = largest<M>(dtype);
+__device__ __forceinline__ void round_to_memory(F (&m)[4], M (&stored)[4]) {
+  const F limit = largest_in_memory<M>();
   bool fits = true;
   POWERSGD_UNROLL
   for (int j = 0; j < 4; ++j) fits = fits & (fabs(m[j]) <= limit);
@@ -162,27 +158,22 @@ __device__ __forceinline__ bool round_to_memory(DType dtype, F (&m)[4], M (&stor
     POWERSGD_UNROLL
     for (int j = 0; j < 4; ++j) m[j] = clamp_to(m[j], limit);
   }
-  narrow_columns(m, dtype, stored);
-  widen_columns(stored, dtype, m);
-  return !fits;
+  narrow_columns(m, kMemoryDType<M>, stored);
+  widen_columns(stored, kMemoryDType<M>, m);
 }
 
 // Stores M in memory, and sets m to what memory holds.
 template <int kRows, typename F, typename G, typename M>
 __device__ __forceinline__ void store_m(const Rows<kRows, F, G, M>& rows, int first, int col,
-                                        const LaneColumns& columns, F (&m)[kLoadedRows][4],
-                                        ElementFlags* flags) {
+                                        const LaneColumns& columns, F (&m)[kLoadedRows][4]) {
   if (!rows.has_memory()) return;
-  with_dtype<M>(rows.residual_dtype, [&](DType dtype) {
-    POWERSGD_UNROLL
-    for (int i = 0; i < kLoadedRows; ++i) {
-      M stored[4];
-      const bool saturated = round_to_memory(dtype, m[i], stored);
-      if (dtype == DType::kFloat16 && saturated) flags->saturated = 1;
-      if (first + i < rows.count)
-        store_stored<Access::kReuse>(rows.memory + rows.offset(first + i) + col, columns, stored);
-    }
-  });
+  POWERSGD_UNROLL
+  for (int i = 0; i < kLoadedRows; ++i) {
+    M stored[4];
+    round_to_memory(m[i], stored);
+    if (first + i < rows.count)
+      store_stored<Access::kReuse>(rows.memory + rows.offset(first + i) + col, columns, stored);
+  }
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -4,7 +4,6 @@
 #include "kernels/cuda/launch.cuh"
 
 #include <array>
-#include <cstdlib>
 
 namespace powersgd::kernels::cuda {
 namespace {
@@ -28,14 +27,6 @@ Status find_code_version(int* version) {
   }
   *version = answer;
   return cudaSuccess;
-}
-
-bool dependent_launch_wanted() {
-  static const bool wanted = [] {
-    const char* value = std::getenv("POWERSGD_DEPENDENT_LAUNCH");
-    return value == nullptr || value[0] != '0';
-  }();
-  return wanted;
 }
 
 int64_t launch_count() { return launches; }

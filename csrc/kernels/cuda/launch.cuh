@@ -59,9 +59,6 @@ inline std::atomic<int64_t> launches{0};  // of this process, see launch_count()
 // device.
 Status find_code_version(int* version);
 
-// True unless POWERSGD_DEPENDENT_LAUNCH=0, which is read once per process.
-bool dependent_launch_wanted();
-
 enum class Predecessor { kAnything, kAllowsSuccessor };
 
 // Launches blocks of kThreads threads. Nothing is launched for 0 blocks.
@@ -71,7 +68,7 @@ Status launch(int64_t blocks, size_t shared_bytes, Stream stream, Predecessor pr
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   bool dependent = false;
-  if (predecessor == Predecessor::kAllowsSuccessor && dependent_launch_wanted()) {
+  if (predecessor == Predecessor::kAllowsSuccessor) {
     int version = 0;
     const Status status = find_code_version(&version);
     if (status != cudaSuccess) return status;

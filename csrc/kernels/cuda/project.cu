@@ -43,8 +43,8 @@ __device__ void form_tile(const Bucket& bucket, Work* work) {
     StoredElements<G, M> stored;
     stored.load(rows, 0, col, columns);
     F m[kLoadedRows][4];
-    add_gradient(rows, stored, m, &work->flags);
-    store_m(rows, 0, col, columns, m, &work->flags);
+    add_gradient(rows, stored, m, &work->non_finite);
+    store_m(rows, 0, col, columns, m);
   }
 }
 
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kWay>))
     else
       ProjectTile<ProductsOf<R, kWay>, G, M>(bucket, work).run(bucket);
   }
-  add_flags(bucket, *work);
+  add_flag(bucket, *work);
   // The last block of a row group arrives for all of them. A raw segment's blocks have no group.
   if (!add_column_ranges<F>(bucket, *work)) return;
   if (is_last_to_arrive(&bucket.counters[kProjectArrivals], static_cast<uint64_t>(count),

@@ -250,7 +250,7 @@ class ProjectTile {
 
   // M of kLoadedRows rows, from those stored. q_local is in the panel's first rows.
   __device__ __forceinline__ void form_m(int first, float (&m)[kLoadedRows][4]) {
-    add_gradient(rows_, stored_, m, &work_->flags);
+    add_gradient(rows_, stored_, m, &work_->non_finite);
     // Unrolled in full, it would load all of q_local at once and run out of registers.
     POWERSGD_UNROLL_2
     for (int k = 0; k < R; ++k) {
@@ -260,7 +260,7 @@ class ProjectTile {
       subtract_product(p_ + k * kProjectRows<R> + Products::row() + first, q, m);
     }
     hide_from_optimizer(rows_.cols);
-    store_m(rows_, first, col_, columns(), m, &work_->flags);
+    store_m(rows_, first, col_, columns(), m);
   }
 
   Rows<kRows, float, G, M> rows_;

@@ -221,8 +221,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
   const auto await_checks = [&] {
     await(checked, (ticket.launch + 1) * static_cast<uint64_t>(tickets.checks));
     const bool skip = load_again(&bucket.state->skipped) != 0;
-    if (skip && ticket.order == tickets.checks && threadIdx.x == 0)
-      count_step(bucket, &StepCounts::skipped);
+    if (skip && ticket.order == tickets.checks && threadIdx.x == 0) count_skipped_step(bucket);
     return skip;
   };
   if (tickets.tiles == 0) {

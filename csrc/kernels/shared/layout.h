@@ -12,10 +12,6 @@ namespace powersgd::kernels {
 
 constexpr int64_t kSlotBytes = 64;  // the unit of Tile::slot, an offset into the workspace
 
-// The flags of a tile of project: whether its part of the gradient has a non-finite element, and
-// its part of M one that memory cannot hold.
-constexpr int32_t kNonFinite = 1, kSaturated = 2;
-
 POWERSGD_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 POWERSGD_HOST_DEVICE constexpr int64_t round_up(int64_t value, int64_t multiple) {

@@ -40,5 +40,6 @@ def load(compression: Compression | LocalSGD, file: Path) -> None:
             f"{file} does not exist, but {names[0]} does: attach the modules in the same order as "
             "in the run that has saved the checkpoint"
         )
-    elif compression.group.rank() == 0:
-        log.notice(f"{file} does not exist, so compression starts as in a new run")
+    else:
+        message = f"{file} does not exist, so compression starts as in a new run"
+        log.of(compression.group).notice(message)

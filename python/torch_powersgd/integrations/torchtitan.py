@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch_powersgd._backend import NAME
 from torch_powersgd.attach import attach
 from torch_powersgd.integrations.libraries import overrides
-from torch_powersgd.options import Options, configure
+from torch_powersgd.option_values import require
+from torch_powersgd.options import Options, configure, to_plain
 
 try:
     import tyro
@@ -51,12 +52,10 @@ def compressed(config: Trainer.Config, options: Options | None = None) -> Traine
     Raises:
         ValueError: If the config belongs to another trainer than torchtitan's ``Trainer``.
     """
-    if type(config) is not Trainer.Config:
-        raise ValueError(
-            f"compressed takes a torchtitan Trainer.Config, got {type(config).__qualname__}"
-        )
+    fits = type(config) is Trainer.Config
+    require(fits, "config", "a torchtitan Trainer.Config", type(config))
     # A config holds plain values, which torchtitan writes as JSON.
-    plain = dataclasses.replace(options or Options(), scope="attached")._plain()
+    plain = to_plain(dataclasses.replace(options or Options(), scope="attached"))
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     made: Trainer.Config = CompressedTrainer.Config(**fields, powersgd=plain)
     made.training.disable_cuda_graphs = True
@@ -93,9 +92,10 @@ class CompressedTrainer(Trainer):  # type: ignore[misc]
             dims = super().init_distributed()
         finally:
             backends[device_type] = default
-        if not dims.dp_replicate_enabled:
-            raise ValueError(
-                "parallelism.data_parallel_replicate_degree must be at least 2, because "
-                "compression works between replicas"
-            )
+        require(
+            dims.dp_replicate_enabled,
+            "parallelism.data_parallel_replicate_degree",
+            "at least 2, because compression works between replicas",
+            dims.dp_replicate,
+        )
         return dims

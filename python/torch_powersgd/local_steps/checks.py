@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,70 +16,21 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_powersgd import fsdp
+from torch_powersgd import agreement, fsdp
 from torch_powersgd._core import _C
-from torch_powersgd.attach_checks import first_difference
+from torch_powersgd.attach_checks import described, first_difference
 from torch_powersgd.ddp import in_local_steps
-from torch_powersgd.group_backends import next_call_on
+from torch_powersgd.group_backends import group_or_default
 from torch_powersgd.local_steps import averaging
 from torch_powersgd.local_steps.averaging import known_ranks, same_processes
 from torch_powersgd.local_steps.fragment import Tensors, reshard
+from torch_powersgd.local_steps.rounds import Found
+from torch_powersgd.local_steps.schedule import Schedule, split
 from torch_powersgd.local_steps.watch import takes_local_steps
-from torch_powersgd.option_values import dtype_name, is_bool, shown
+from torch_powersgd.option_values import require
 from torch_powersgd.reduction_checks import parameters_of
-from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments
-from torch_powersgd.targets import NamedTensors, shard_of
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When rounds begin and end, by the arguments of ``LocalSGD``."""
-
-    sync_every: int
-    fragments: int = 1
-    fragment_sync_delay: int = 0
-    warmup_steps: int = 0
-
-    def check(self) -> None:
-        """Raises a ValueError that names a field, its value and what is allowed."""
-        for name, least in (
-            ("sync_every", 1),
-            ("warmup_steps", 0),
-            ("fragments", 1),
-            ("fragment_sync_delay", 0),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or is_bool(value) or value < least:
-                raise ValueError(f"{name} must be an integer >= {least}, got {shown(value)}")
-        if self.sync_every % self.fragments:
-            raise ValueError(
-                f"fragments must divide sync_every={self.sync_every}, got {self.fragments}"
-            )
-        if self.fragment_sync_delay >= self.sync_every:
-            raise ValueError(
-                f"fragment_sync_delay must be less than sync_every={self.sync_every}, got "
-                f"{self.fragment_sync_delay}"
-            )
-
-    def due(self, step: int) -> tuple[int | None, int | None]:
-        """Returns the fragments whose rounds begin and end after a step, counted from 1."""
-        begins = step > self.warmup_steps
-        return self._ends(step + self.fragment_sync_delay) if begins else None, self._ends(step)
-
-    def _ends(self, step: int) -> int | None:
-        number, place = divmod(step - self.warmup_steps, self.sync_every // self.fragments)
-        return (number - 1) % self.fragments if number > 0 and place == 0 else None
-
-
-@dataclass(frozen=True)
-class Found:
-    """The parts of a model that take local steps."""
-
-    group: dist.ProcessGroup
-    model: torch.nn.Module  # inside of DDP
-    parts: list[Tensors]
-    buffers: list[str]  # those to average
-    shared: Tensors  # all that must be equal at the start
+from torch_powersgd.store_agreement import Compare, equality_of
+from torch_powersgd.targets import shard_of
 
 
 @dataclass(frozen=True)
@@ -106,21 +56,17 @@ def agree(function: str, arguments: Arguments) -> Found:
     Raises:
         ValueError: On every process, if an argument is not valid or differs.
     """
-    group = NamedTensors({}).group(arguments.group)
-    call = next_call_on(group, function)
-    found = None
-    try:
+    group = group_or_default(arguments.group)
+
+    def make() -> tuple[Found, dict[str, Any]]:
         found = _find(arguments, group)
-        mine = {**dataclasses.asdict(arguments.schedule), "number of buffers": len(found.buffers)}
-        mine["tensors"] = [
-            f"{name!r} {dtype_name(tensor.dtype)} {list(tensor.shape)}"
-            for name, tensor in found.shared.items()
-        ]
-    except Exception as invalid:  # Of any type: the other processes wait for it.
-        mine = error_as_arguments(invalid)
-    call.agree(mine, _comparison(function))
-    assert found is not None  # otherwise agree() raised
-    return found
+        numbers = {
+            **dataclasses.asdict(arguments.schedule),
+            "number of buffers": len(found.buffers),
+        }
+        return found, {**numbers, "tensors": described(found.shared)}
+
+    return agreement.agree(group, function, make, _comparison(function))[0]
 
 
 def _comparison(function: str) -> Compare:
@@ -145,8 +91,7 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
         ("average_buffers", bool, "a bool"),
     ):
         value = getattr(arguments, name)
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} must be {text}, got {type(value).__name__}")
+        require(isinstance(value, kind), name, text, type(value))
     _check_optimizers(arguments.optimizers)
     schedule.check()
     _check_averages(model, group)
@@ -155,11 +100,8 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
     _check_not_split(module, arguments.optimizers, group)
     everything = dict(module.named_parameters())
     trained = {name: p for name, p in everything.items() if p.requires_grad and p.numel()}
-    if len(trained) < schedule.fragments:
-        raise ValueError(
-            f"fragments must be at most {len(trained)}, the number of trainable parameters, got "
-            f"{schedule.fragments}"
-        )
+    most = f"at most {len(trained)}, the number of trainable parameters"
+    require(schedule.fragments <= len(trained), "fragments", most, schedule.fragments)
     _check_held(arguments.optimizers, trained)
     arguments.check_trained(trained)
     if name := takes_local_steps(trained):
@@ -173,6 +115,7 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
     return Found(
         group,
         module,
+        trained,
         split(trained, schedule.fragments),
         floating if arguments.average_buffers else [],
         {name: shard_of(tensor.detach()) for name, tensor in (everything | buffers).items()},
@@ -180,14 +123,10 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
 
 
 def _check_optimizers(optimizers: Sequence[Any]) -> None:
-    if not optimizers:
-        raise ValueError("optimizer must be a torch.optim.Optimizer or a list of them, got none")
+    wanted = "a torch.optim.Optimizer or a list of them"
+    require(len(optimizers) > 0, "optimizer", wanted, [])
     for i, optimizer in enumerate(optimizers):
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(
-                "optimizer must be a torch.optim.Optimizer or a list of them, got "
-                f"{type(optimizer).__name__}"
-            )
+        require(isinstance(optimizer, Optimizer), "optimizer", wanted, type(optimizer))
         if any(other is optimizer for other in optimizers[:i]):
             raise ValueError(
                 f"optimizer must not list the same {type(optimizer).__name__} twice, for it takes "
@@ -197,9 +136,9 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
 
 def _check_held(optimizers: Sequence[Optimizer], trained: Tensors) -> None:
     """Raises a ValueError if the steps of an optimizer don't train the model."""
-    ids = {id(parameter) for parameter in trained.values()}
+    parameters = {*trained.values()}
     for optimizer in optimizers:
-        if not any(id(parameter) in ids for parameter in parameters_of(optimizer)):
+        if parameters.isdisjoint(parameters_of(optimizer)):
             raise ValueError(
                 "optimizer must hold trainable parameters of the model, but "
                 f"{type(optimizer).__name__} holds none of them. One that holds copies, such as "
@@ -255,24 +194,3 @@ def _splits(
     for optimizer in optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             yield "ZeroRedundancyOptimizer", optimizer.process_group
-
-
-def split(parameters: Tensors, count: int) -> list[Tensors]:
-    """Splits the parameters, in order, into ``count`` parts of about as many elements each."""
-    named = list(parameters.items())
-    reached = list(itertools.accumulate(parameter.numel() for _, parameter in named))
-    parts, begin = [], 0
-    for part in range(1, count + 1):
-        end, last = begin + 1, len(named) - (count - part)  # leaves one for each later part
-        while end < last and (part == count or reached[end - 1] * count < reached[-1] * part):
-            end += 1
-        parts.append(dict(named[begin:end]))
-        begin = end
-    return parts
-
-
-def lay_under(options: Any, warmup_steps: int) -> Any:
-    """Returns the options of ``attach``: compression starts with the rounds after the warm-up."""
-    if options is None or isinstance(options, Mapping):
-        return {"start_powerSGD_iter": warmup_steps, **(options or {})}
-    return options

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch_powersgd.local_steps.counting import delegate_of
 from torch_powersgd.local_steps.fragment import Fragment, Tensors, like_anchor
 from torch_powersgd.local_steps.steps import LocalSGD
+from torch_powersgd.option_values import require
 from torch_powersgd.options import Options
 
 
@@ -53,16 +54,13 @@ class DiLoCo(LocalSGD):
 
     def _check_trained(self, trained: Tensors) -> None:
         outer = self.outer_optimizer
-        if not isinstance(outer, Optimizer):
-            raise ValueError(
-                f"outer_optimizer must be a torch.optim.Optimizer, got {type(outer).__name__}"
-            )
-        if any(outer is optimizer for optimizer in self.optimizers):
-            raise ValueError(
-                "outer_optimizer must be another optimizer than optimizer: its steps are the rounds"
-            )
-        held = {id(p) for group in outer.param_groups for p in group["params"]}
-        if missing := [name for name, p in trained.items() if id(p) not in held]:
+        fits = isinstance(outer, Optimizer)
+        require(fits, "outer_optimizer", "a torch.optim.Optimizer", type(outer))
+        differs = all(outer is not optimizer for optimizer in self.optimizers)
+        wanted = "another optimizer than optimizer, because its steps are the rounds"
+        require(differs, "outer_optimizer", wanted, type(outer))
+        held = {p for group in outer.param_groups for p in group["params"]}
+        if missing := [name for name, p in trained.items() if p not in held]:
             raise ValueError(
                 "outer_optimizer must hold all trainable parameters of the model, but it lacks "
                 f"{missing[0]!r}"
@@ -120,4 +118,7 @@ class DiLoCo(LocalSGD):
 
     def _load_outer_optimizer(self, state: dict[str, Any]) -> None:
         moved = {i: entry for i, entry in state["state"].items() if i in state["moved"]}
-        self.outer_optimizer.load_state_dict(copy.deepcopy({**state, "state": moved}))
+        pairs = zip(self.outer_optimizer.param_groups, state["param_groups"], strict=True)
+        groups = [{**present, **saved} for present, saved in pairs]
+        loaded = {"state": moved, "param_groups": groups}
+        self.outer_optimizer.load_state_dict(copy.deepcopy(loaded))

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "gradients/scope_block.h"
 #include "gradients/sessions.h"
 #include "powersgd/backend.h"
 #include "powersgd/stats.h"
@@ -19,17 +20,17 @@ namespace {
 
 using BackendRef = c10::intrusive_ptr<BackendPowerSGD>;
 
-Options always() {
-  Options options = test::compressing(2);
-  options.scope = Scope::kAlways;
-  return options;
-}
-
 at::Tensor gradient_of(int rank) { return test::random(static_cast<uint64_t>(rank), {32, 48}); }
 
-void allreduce(const BackendRef& backend, const at::Tensor& tensor) {
+// Begins a compressed allreduce.
+c10::intrusive_ptr<c10d::Work> begin(const BackendRef& backend, const at::Tensor& tensor) {
+  const test::ScopeBlock block(true);
   std::vector<at::Tensor> tensors = {tensor};
-  backend->allreduce(tensors)->wait();
+  return backend->allreduce(tensors);
+}
+
+void allreduce(const BackendRef& backend, const at::Tensor& tensor) {
+  begin(backend, tensor)->wait();
 }
 
 // Several ranks, each with its backend.
@@ -38,7 +39,8 @@ void allreduce(const BackendRef& backend, const at::Tensor& tensor) {
 void run(int size,
          const std::function<void(int, const BackendRef&, const test::ThreadBackends&)>& fn) {
   test::run_with_engines(size, [&](int rank, InnerAndConnect inner, const auto& engines) {
-    fn(rank, c10::make_intrusive<BackendPowerSGD>(rank, size, std::vector{inner}, always()),
+    fn(rank,
+       c10::make_intrusive<BackendPowerSGD>(rank, size, std::vector{inner}, test::compressing(2)),
        engines);
     EXPECT_TRUE(dynamic_cast<test::ThreadBackend&>(*inner.inner).calls().empty());
   });
@@ -79,15 +81,14 @@ TEST(BackendPowerSGD, AnErrorInAnyStageReachesTheWorkAndItsFuture) {
       backend->session()->set_stage_probe([stage](const char* reached, int64_t) {
         if (std::string(reached) == to_string(stage)) throw std::runtime_error("injected");
       });
-      const at::Tensor gradient = gradient_of(rank);
-      std::vector<at::Tensor> tensors = {gradient.clone()};
-      const auto work = backend->allreduce(tensors);
+      const at::Tensor gradient = gradient_of(rank), output = gradient.clone();
+      const auto work = begin(backend, output);
       const auto future = work->getFuture();
       EXPECT_THROW(work->wait(), std::runtime_error);
       EXPECT_THROW(future->waitAndThrow(), std::exception);
       EXPECT_TRUE(work->isCompleted());
       EXPECT_FALSE(work->isSuccess());
-      EXPECT_TRUE(at::equal(tensors[0], gradient));
+      EXPECT_TRUE(at::equal(output, gradient));
       backend->session()->set_stage_probe({});
       EXPECT_NO_THROW(allreduce(backend, gradient_of(rank)));
     });
@@ -102,7 +103,7 @@ class RecordedBackend : public testing::Test {
     for (int i = 0; i < 2; ++i) recorders_.push_back(c10::make_intrusive<test::RecordingBackend>());
     std::vector<InnerAndConnect> inners = {
         {c10::DeviceType::CPU, recorders_[0], test::connected(recorders_[1]), {}}};
-    backend_ = c10::make_intrusive<BackendPowerSGD>(0, 2, std::move(inners), always());
+    backend_ = c10::make_intrusive<BackendPowerSGD>(0, 2, std::move(inners), test::compressing(2));
     backend_->session()->connect(at::kCPU);
     backend_->session()->run_after_steps(at::kCPU, [] {});
   }

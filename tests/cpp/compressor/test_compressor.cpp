@@ -41,8 +41,8 @@ class Wires : public testing::TestWithParam<std::optional<WireDType>> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Compressor, Wires,
-                         testing::Values(std::nullopt, WireDType::kBFloat16, WireDType::kFloat16,
-                                         WireDType::kInt8, WireDType::kInt4),
+                         testing::Values(std::nullopt, WireDType::kBFloat16, WireDType::kInt8,
+                                         WireDType::kInt4),
                          [](const auto& wire) { return test::name_of(wire.param); });
 
 TEST_P(Wires, OutputsAndResidualsAddUpToTheGradients) {
@@ -104,15 +104,13 @@ TEST_P(Wires, CountsTheBytesThatItSends) {
 
 // Other dtypes.
 
-TEST(Compressor, ResidualsOfHalfPrecisionLoseTheirRoundingAlone) {
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-    Options options = test::compressing(2);
-    options.residual_dtype = dtype;
-    OneRank rank(options);
-    // Rounding M loses 2^-9 of it in bfloat16, once a step.
-    EXPECT_LT(error_of_steps(rank, 5), 2e-2);
-    EXPECT_EQ(rank.states[0]->memory.scalar_type(), to_scalar_type(dtype));
-  }
+TEST(Compressor, AResidualInBfloat16LosesItsRoundingAlone) {
+  Options options = test::compressing(2);
+  options.residual_dtype = DType::kBFloat16;
+  OneRank rank(options);
+  // Rounding M loses 2^-9 of it, once a step.
+  EXPECT_LT(error_of_steps(rank, 5), 2e-2);
+  EXPECT_EQ(rank.states[0]->memory.scalar_type(), at::kBFloat16);
 }
 
 TEST(Compressor, DoubleGradientsStayDouble) {

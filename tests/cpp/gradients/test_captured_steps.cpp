@@ -14,8 +14,8 @@
 #include "fake_device/fake_device.h"
 #include "gradients/capture_watch.h"
 #include "gradients/flat_tensors.h"
+#include "gradients/scope_block.h"
 #include "gradients/sessions.h"
-#include "powersgd/scope_override.h"
 #include "support/hook_defaults.h"
 #include "support/random.h"
 
@@ -83,8 +83,7 @@ class CapturedSteps : public testing::TestWithParam<std::optional<WireDType>> {
     options_.check_every = 1;
   }
 
-  std::shared_ptr<Session> session(Scope scope = Scope::kBackward) {
-    options_.scope = scope;
+  std::shared_ptr<Session> session() {
     return test::session_of_equal_ranks(fake::device(0), options_);
   }
   // A model of matrices, the first of which is the one bucket of a step.
@@ -115,28 +114,13 @@ INSTANTIATE_TEST_SUITE_P(Wires, CapturedSteps, testing::Values(std::nullopt, Wir
 TEST_P(CapturedSteps, OfAFlatTensorThatIsNotReducedForLong) {
   expect_that_a_replay_is_a_step([&] {
     const auto reduce = [flat = std::make_shared<FlatTensors>(session())](at::Tensor& tensor) {
-      push_override(true);  // a block is a pass
+      const test::ScopeBlock pass(true);
       flat->reduce({tensor}, {})->wait();
-      pop_override();
     };
     return Steps{2517, reduce, /*before_replay=*/[reduce] {
                    Gradient other(3000);
                    for (uint64_t pass = 0; pass < 102; ++pass) {
                      reduce(other.filled(pass));
-                     fake::run();
-                   }
-                 }};
-  });
-}
-
-TEST_P(CapturedSteps, OfAFlatTensorWithoutState) {
-  expect_that_a_replay_is_a_step([&] {
-    const auto reduce = [flat = std::make_shared<FlatTensors>(session(Scope::kAlways))](
-                            at::Tensor& tensor) { flat->reduce({tensor}, {})->wait(); };
-    return Steps{777 * 5, reduce, /*before_replay=*/[reduce] {
-                   for (int64_t numel = 1000; numel < 1000 + 65 * 50; numel += 50) {
-                     Gradient other(numel);
-                     reduce(other.filled(0));
                      fake::run();
                    }
                  }};

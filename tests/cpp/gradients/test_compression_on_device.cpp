@@ -14,6 +14,7 @@
 #include "fake_device/fake_device.h"
 #include "gradients/device_outcomes.h"
 #include "gradients/flat_tensors.h"
+#include "gradients/scope_block.h"
 #include "gradients/sessions.h"
 #include "powersgd/stats.h"
 #include "support/hook_defaults.h"
@@ -206,12 +207,12 @@ TEST(StageProbeOnDevice, IsCalledInTheStreamOfWhatFollows) {
 
 std::vector<at::Tensor> reduce_flat(at::Device device) {
   Options options = test::compressing(1);
-  options.scope = Scope::kAlways;
   options.min_numel = 1000;
   const auto session = test::session_of_equal_ranks(device, options);
   FlatTensors flat_tensors(session);
   std::vector<at::Tensor> outputs;
   for (uint64_t step = 0; step < 4; ++step) {
+    const test::ScopeBlock pass(true);
     for (const int64_t numel : {2500, 3000, 2500}) {
       std::vector<at::Tensor> tensors = {test::random(step, {numel}).to(device)};
       const auto work = flat_tensors.reduce(tensors, {});

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "gradients/scope_block.h"
 #include "gradients/sessions.h"
-#include "powersgd/scope_override.h"
 #include "support/backward.h"
 #include "support/hook_defaults.h"
 #include "support/random.h"
@@ -32,9 +32,8 @@ at::Tensor random_of_rank_2(uint64_t seed) {
 at::Tensor negligible() { return at::full({kRows, kCols}, 1e-20); }
 
 void in_block(bool enabled, const std::function<void()>& body) {
-  push_override(enabled);
+  const test::ScopeBlock block(enabled);
   body();
-  pop_override();
 }
 
 Options in_scope(Scope scope) {
@@ -93,11 +92,11 @@ TEST(FlatTensors, TheScopeSaysWhichTensorsAreAdmitted) {
   EXPECT_FALSE(admitted(Scope::kBackward, small, in_backward)) << "below min_numel";
   EXPECT_FALSE(admitted(Scope::kBackward, flat, outside));
   for (const at::Tensor& tensor : {flat, matrix, small}) {
-    EXPECT_TRUE(admitted(Scope::kAlways, tensor, outside));
-    EXPECT_TRUE(admitted(Scope::kAlways, tensor, in_backward));
-    EXPECT_FALSE(admitted(Scope::kNever, tensor, outside));
-    EXPECT_FALSE(admitted(Scope::kNever, tensor, in_backward));
-    for (const Scope scope : {Scope::kBackward, Scope::kAlways, Scope::kNever}) {
+    for (const Scope scope : {Scope::kAttached, Scope::kNever}) {
+      EXPECT_FALSE(admitted(scope, tensor, outside));
+      EXPECT_FALSE(admitted(scope, tensor, in_backward));
+    }
+    for (const Scope scope : {Scope::kBackward, Scope::kAttached, Scope::kNever}) {
       EXPECT_TRUE(admitted(scope, tensor, allowed));
       EXPECT_FALSE(admitted(scope, tensor, forbidden));
     }
@@ -105,24 +104,26 @@ TEST(FlatTensors, TheScopeSaysWhichTensorsAreAdmitted) {
 }
 
 TEST(FlatTensors, OtherCallsAreForwarded) {
-  Flat flat(in_scope(Scope::kAlways));
+  Flat flat(in_scope(Scope::kBackward));
   const at::Tensor matrix = random(0, {kRows, kCols});
   c10d::AllreduceOptions largest;
   largest.reduceOp = c10d::ReduceOp::MAX;
-  EXPECT_FALSE(flat.reduce(matrix, largest));
-  EXPECT_FALSE(flat.reduce(matrix.t()));
-  EXPECT_FALSE(flat.reduce(matrix.to(at::kInt)));
-  EXPECT_FALSE(flat.reduce(matrix.to_sparse()));
-  EXPECT_FALSE(flat.reduce(at::zeros({0, 5})));
-  EXPECT_FALSE(flat.reduce(at::zeros({3})) || (*flat).reduce({matrix, matrix}, {}));
-  EXPECT_EQ(flat.admitted(), 0);
-  EXPECT_TRUE(flat.reduce(matrix));
+  in_block(true, [&] {
+    EXPECT_FALSE(flat.reduce(matrix, largest));
+    EXPECT_FALSE(flat.reduce(matrix.t()));
+    EXPECT_FALSE(flat.reduce(matrix.to(at::kInt)));
+    EXPECT_FALSE(flat.reduce(matrix.to_sparse()));
+    EXPECT_FALSE(flat.reduce(at::zeros({0, 5})));
+    EXPECT_FALSE(flat.reduce(at::zeros({3})) || (*flat).reduce({matrix, matrix}, {}));
+    EXPECT_EQ(flat.admitted(), 0);
+    EXPECT_TRUE(flat.reduce(matrix));
+  });
 }
 
 TEST(FlatTensors, AGroupOfOneForwardsAll) {
   FlatTensors flat_tensors(std::make_shared<Session>(0, 1, std::vector<InnerAndConnect>(),
-                                                     in_scope(Scope::kAlways), LogSink()));
-  EXPECT_FALSE(flat_tensors.reduce({random(0, {kRows, kCols})}, {}));
+                                                     in_scope(Scope::kBackward), LogSink()));
+  in_block(true, [&] { EXPECT_FALSE(flat_tensors.reduce({random(0, {kRows, kCols})}, {})); });
 }
 
 // The steps in which a tensor is compressed.
@@ -175,14 +176,6 @@ TEST(FlatTensors, ATensorIsKnownByItsOrderInThePass) {
   }
 }
 
-TEST(FlatTensors, OutsideOfAnyPassNothingIsKept) {
-  Flat flat(in_scope(Scope::kAlways));
-  const at::Tensor gradient = random_of_rank_2(1), first = flat.output_of(gradient);
-  EXPECT_TRUE(at::equal(flat.output_of(gradient), first));
-  EXPECT_LT(flat.output_of(negligible()).abs().max().item<float>(), 1e-15);
-  EXPECT_EQ(flat.stats().steps, 3) << "each call is a step";
-}
-
 TEST(FlatTensors, AStateThatManyPassesHaveNotUsedIsDropped) {
   Flat flat(in_scope(Scope::kBackward));
   const auto pass = [&](const at::Tensor& tensor) {
@@ -231,9 +224,11 @@ TEST(FlatTensors, ABufferThatIsReplacedKeepsItsResidual) {
 TEST(FlatTensors, AnAverageIsTheSumOverTheRanks) {
   c10d::AllreduceOptions average;
   average.reduceOp = c10d::ReduceOp::AVG;
-  Flat flat(in_scope(Scope::kAlways));
   const at::Tensor gradient = random(1, {kRows, kCols});
-  EXPECT_TRUE(at::equal(flat.output_of(gradient, average) * 2, flat.output_of(gradient)));
+  Flat averages(in_scope(Scope::kBackward)), sums(in_scope(Scope::kBackward));
+  in_block(true, [&] {
+    EXPECT_TRUE(at::equal(averages.output_of(gradient, average) * 2, sums.output_of(gradient)));
+  });
 }
 
 // Ranks in DDP's join().

@@ -12,6 +12,7 @@
 
 #include "fake_device/fake_device.h"
 #include "gradients/flat_tensors.h"
+#include "gradients/scope_block.h"
 #include "gradients/sessions.h"
 #include "support/hook_defaults.h"
 
@@ -184,11 +185,11 @@ TEST_F(MemoryOnDevice, OfAModelThatIsNeverCompressedIsItsLossScale) {
 
 TEST_F(MemoryOnDevice, OfAFlatTensorIsAllocatedAtItsFirstCall) {
   Options options = starting_later();
-  options.scope = Scope::kAlways;
   options.min_numel = 1000;
   FlatTensors flat_tensors(test::session_of_equal_ranks(device_, options));
   size_t of_first = 0;
   for (int64_t i = 0; i < kStart + 3; ++i) {
+    const test::ScopeBlock pass(true);
     std::vector<at::Tensor> tensors = {buffers_[0]};
     const auto work = flat_tensors.reduce(tensors, {});
     EXPECT_EQ(static_cast<bool>(work), i >= kStart);

@@ -117,7 +117,7 @@ INSTANTIATE_TEST_SUITE_P(
         Products{"int8", 40, at::kFloat, DType::kFloat32, WireDType::kInt8, true, 3e-2},
         Products{"int4", 40, at::kFloat, DType::kFloat32, WireDType::kInt4, true, 3e-1},
         Products{"bfloat16", 40, at::kBFloat16, DType::kBFloat16, std::nullopt, true, 5e-2, 2e-2},
-        Products{"float16", 40, at::kHalf, DType::kFloat16, std::nullopt, true, 1e-2, 2e-3}),
+        Products{"float16", 40, at::kHalf, DType::kFloat32, std::nullopt, true, 1e-2, 2e-3}),
     [](const auto& mode) { return mode.param.name; });
 
 }  // namespace

@@ -8,16 +8,12 @@
 #include <memory>
 #include <thread>
 
+#include "gradients/scope_block.h"
+
 namespace powersgd {
 namespace {
 
-class Block {
- public:
-  explicit Block(bool enabled) { push_override(enabled); }
-  ~Block() { pop_override(); }
-  Block(const Block&) = delete;
-  Block& operator=(const Block&) = delete;
-};
+using Block = test::ScopeBlock;
 
 TEST(ScopeOverride, TheInnermostBlockCounts) {
   EXPECT_FALSE(current_override());

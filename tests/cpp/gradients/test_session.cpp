@@ -139,7 +139,7 @@ TEST_F(SessionTest, WhatNeedsNoOtherRankGoesOnAfterItsEnd) {
 }
 
 TEST_F(SessionTest, TheOverrideOfTheThreadComesBeforeTheScope) {
-  for (const Scope scope : {Scope::kNever, Scope::kBackward, Scope::kAlways}) {
+  for (const Scope scope : {Scope::kNever, Scope::kBackward, Scope::kAttached}) {
     Options options = test::compressing(2);
     options.scope = scope;
     const auto session = make(options);

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support.deadline import OPERATION
+from support.groups import compress
 from support.synthetic import gradient, gradients, make_attached, step
 
 SHAPES = {"weight": (32, 48), "bias": (48,)}
@@ -59,7 +60,7 @@ def init(rank: int, store: str) -> None:
         rank=rank,
         world_size=2,
         timeout=timedelta(seconds=OPERATION),
-        pg_options=tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0),
+        pg_options=tp.Options.hook_defaults(start_powerSGD_iter=0),
     )
     dist.barrier()
 
@@ -72,7 +73,7 @@ def train(rank: int) -> torch.nn.Module:
 
 
 def start_work(rank: int) -> dist.Work:
-    work: dist.Work = dist.all_reduce(gradient([64, 64], rank), async_op=True)
+    work: dist.Work = compress(gradient([64, 64], rank), async_op=True)
     return work
 
 

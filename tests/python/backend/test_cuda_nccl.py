@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
-from support.cuda_ranks import WORLD_SIZE, bits, compress, needs_cuda, options_of, run
-from support.groups import world
+from support.cuda_ranks import WORLD_SIZE, bits, needs_cuda, options_of, run
+from support.groups import compress, world
 from support.synthetic import gradient
 
 pytestmark = needs_cuda

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_powersgd as tp
 from support import ranks
-from support.groups import backend_of_world, world
+from support.groups import backend_of_world, compress, world
 from support.on_ranks import on_ranks
 from support.synthetic import SHAPES, gradient, make_attached
 
-ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0, inner="gloo")
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, inner="gloo")
 
 
 class _Contexts:
@@ -51,7 +51,7 @@ def _has_engine() -> bool:
 
 
 def _compress(rank: int, group: dist.ProcessGroup | None = None) -> None:
-    dist.all_reduce(gradient([64, 64], rank), group=group)
+    compress(gradient([64, 64], rank), group=group)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_backend_wraps_one_of_each_device_that_it_serves(
 ) -> None:
     contexts = _Contexts()
     torch.cuda.is_available = lambda: True
-    ranks.init_group(backend, ALWAYS)
+    ranks.init_group(backend, OPTIONS)
     dist.all_reduce(torch.ones(3))
     assert not _has_engine()
     assert contexts() == expected
@@ -77,7 +77,7 @@ def test_a_backend_wraps_one_of_each_device_that_it_serves(
 @on_ranks(backend=None)
 def test_an_engine_connects_at_the_first_compressed_step(rank: int) -> None:
     contexts = _Contexts()
-    ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=61)
+    ranks.init_group("cpu:powersgd", OPTIONS, op_timeout=61)
     dist.all_reduce(torch.ones(3))
     dist.barrier()
     tp.stats()
@@ -102,7 +102,7 @@ def test_an_engine_connects_in_attach(rank: int) -> None:
 
 
 def _new_group(members: list[int]) -> Any:
-    return dist.new_group(members, backend="cpu:powersgd", pg_options=ALWAYS)
+    return dist.new_group(members, backend="cpu:powersgd", pg_options=OPTIONS)
 
 
 def _split_group(members: list[int]) -> Any:
@@ -110,7 +110,7 @@ def _split_group(members: list[int]) -> Any:
 
 
 def _mesh(members: list[int]) -> dist.ProcessGroup:
-    override: Any = {"rows": ("cpu:powersgd", ALWAYS), "cols": ("cpu:powersgd", ALWAYS)}
+    override: Any = {"rows": ("cpu:powersgd", OPTIONS), "cols": ("cpu:powersgd", OPTIONS)}
     mesh = init_device_mesh(
         "cpu", (2, 2), mesh_dim_names=("rows", "cols"), backend_override=override
     )
@@ -122,7 +122,7 @@ def _mesh(members: list[int]) -> dist.ProcessGroup:
     # The inner backend of a split group comes from the one that is split. A mesh has two groups.
     [(_new_group, 1), (_split_group, 0), (_mesh, 2)],
 )
-@on_ranks(4, options=ALWAYS)
+@on_ranks(4, options=OPTIONS)
 def test_a_group_of_some_ranks(rank: int, make: Callable[[list[int]], Any], inner: int) -> None:
     contexts = _Contexts()
     halves = [[0, 1], [2, 3]]
@@ -144,9 +144,9 @@ def test_a_group_of_some_ranks(rank: int, make: Callable[[list[int]], Any], inne
 
 @on_ranks(backend=None)
 def test_an_abort_while_the_other_rank_does_not_come(rank: int) -> None:
-    ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=1)
+    ranks.init_group("cpu:powersgd", OPTIONS, op_timeout=1)
     if rank == 0:
-        work = dist.all_reduce(gradient([64, 64], rank), async_op=True)
+        work = compress(gradient([64, 64], rank), async_op=True)
         backend_of_world().abort()
         with pytest.raises(RuntimeError, match="could not connect|shut down or aborted"):
             work.wait()

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Backend
 
 import torch_powersgd as tp
 from support import ranks
-from support.groups import backend_of_world, world
+from support.groups import backend_of_world, compress, world
 from support.on_ranks import on_ranks
 from support.synthetic import gradient, sum_of
 from torch_powersgd import _core
@@ -25,7 +25,7 @@ from torch_powersgd._backend import _create_inner
 from torch_powersgd._core import _C
 from torch_powersgd.group_backends import find_backend
 
-ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0)
 CPU = torch.device("cpu")
 
 
@@ -36,7 +36,7 @@ def _compresses(rank: int, group: dist.ProcessGroup | None = None) -> bool:
     size = dist.get_world_size(group)
     members = dist.get_process_group_ranks(group or world())
     matrix = gradient([64, 64], rank)
-    dist.all_reduce(matrix, group=group)
+    compress(matrix, group=group)
     exact = sum_of(gradient([64, 64], member) for member in members)
     dist.all_reduce(count := torch.ones(1, dtype=torch.int64), group=group)
     assert count.item() == size
@@ -57,7 +57,7 @@ def _compresses(rank: int, group: dist.ProcessGroup | None = None) -> bool:
 )
 @on_ranks(backend=None)
 def test_init_process_group(rank: int, name: str, kind: str, compresses: bool) -> None:
-    ranks.init_group(name, ALWAYS)
+    ranks.init_group(name, OPTIONS)
     assert type(backend_of_world()).__name__ == kind
     assert _compresses(rank) == compresses
 
@@ -79,7 +79,7 @@ def test_what_the_backend_says_of_itself(rank: int) -> None:
 def test_new_group(rank: int) -> None:
     assert not _compresses(rank), "the default group has the default options"
     for name in ("cpu:powersgd", "powersgd"):
-        group = dist.new_group(backend=name, pg_options=ALWAYS)
+        group = dist.new_group(backend=name, pg_options=OPTIONS)
         assert isinstance(group._get_backend(CPU), _C.BackendPowerSGD)
         assert _compresses(rank, group)
         assert tp.stats(group)["compressed_calls"] == 1
@@ -92,7 +92,7 @@ def test_new_group(rank: int) -> None:
 @on_ranks(backend=None)
 def test_debug_level_detail(rank: int) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
-    ranks.init_group("cpu:powersgd", ALWAYS)
+    ranks.init_group("cpu:powersgd", OPTIONS)
     wrapper = backend_of_world()
     assert not isinstance(wrapper, _C.BackendPowerSGD)
     assert isinstance(find_backend(None, CPU), _C.BackendPowerSGD)
@@ -130,7 +130,7 @@ def test_inner(rank: int, inner: str, extended: bool, expected: int) -> None:
     """A plugin makes two backends: one passes calls through, and the engine has one."""
     creator = _create_gloo_extended if extended else _create_gloo
     dist.Backend.register_backend("plugin", creator, extended_api=extended, devices=["cpu"])
-    ranks.init_group("cpu:powersgd", dataclasses.replace(ALWAYS, inner=inner))
+    ranks.init_group("cpu:powersgd", dataclasses.replace(OPTIONS, inner=inner))
     assert _compresses(rank)
     assert len(made) == expected
 
@@ -138,7 +138,7 @@ def test_inner(rank: int, inner: str, extended: bool, expected: int) -> None:
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has nccl")
 @on_ranks(backend=None)
 def test_an_inner_that_this_torch_lacks_is_an_error_on_every_rank(rank: int) -> None:
-    with pytest.raises(ValueError, match="inner must be .*'gloo'.*, got 'nccl', which this build"):
+    with pytest.raises(ValueError, match="inner must be .*torch has, of .*'gloo'.*, got 'nccl'"):
         ranks.init_group("cpu:powersgd", tp.Options.hook_defaults(inner="nccl"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Set
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -41,8 +42,8 @@ def _to(dtype: torch.dtype) -> Make:
     return lambda rank: flat(rank).mul(100).to(dtype)
 
 
-# The scopes that compress a gradient, a matrix and nothing.
-GRADIENT, MATRIX = {"backward", "always"}, {"always"}
+# The scopes that compress a gradient, a matrix and nothing; "block" is a block of scope("always").
+GRADIENT, MATRIX = {"backward", "block"}, {"block"}
 NOTHING: set[str] = set()
 
 # The place of the call, its tensor on a rank, the operation, and the scopes that compress it.
@@ -74,25 +75,28 @@ KINDS: dict[str, tuple[Run, Make, object, Set[str]]] = {
 }
 
 
-def _observe_kinds(rank: int) -> dict[str, tuple[int, bool]]:
+def _observe_kinds(rank: int, in_block: bool) -> dict[str, tuple[int, bool]]:
     """By kind: the compressed calls, and whether the result is exact."""
-    return {
-        name: observe(where, partial(make, rank), op)
-        for name, (where, make, op, _) in KINDS.items()
-    }
+    found = {}
+    for name, (where, make, op, _) in KINDS.items():
+        with tp.scope("always") if in_block else nullcontext():
+            found[name] = observe(where, partial(make, rank), op)
+    return found
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", [*SCOPES, "block"])
 def test_table(scope: str) -> None:
     expected = {
         name: (1, False) if scope in scopes else (0, True)
         for name, (_, _, _, scopes) in KINDS.items()
     }
-    assert ranks.run(2, _observe_kinds, options=options_of(scope)) == [expected] * 2
+    in_block = scope == "block"
+    options = options_of("never" if in_block else scope)
+    assert ranks.run(2, _observe_kinds, in_block, options=options) == [expected] * 2
 
 
 def test_nothing_is_compressed_alone() -> None:
-    (alone,) = ranks.run(1, _observe_kinds, options=options_of("always"))
+    (alone,) = ranks.run(1, _observe_kinds, True, options=options_of("backward"))
     assert alone == dict.fromkeys(KINDS, (0, True))
 
 
@@ -101,14 +105,12 @@ def test_nothing_is_compressed_alone() -> None:
     [
         (attached, "backward", None, True),
         (attached, "attached", None, True),
-        (attached, "always", None, True),
         (attached, "never", None, False),
         (attached, "backward", "never", False),
         (attached, "never", "always", True),
         (attached_with_scope_never, "backward", None, False),
         (unattached, "backward", None, True),
         (unattached, "attached", None, False),
-        (unattached, "always", None, True),
         (unattached, "never", None, False),
         (unattached, "backward", "never", False),
         (unattached, "never", "always", True),
@@ -121,11 +123,9 @@ def test_buckets_of_ddp(
     assert ranks.run(2, observe_ddp, make, block, options=options_of(scope)) == [expected] * 2
 
 
-@pytest.mark.parametrize("scope", ["backward", "always"])
-def test_blocks(scope: str) -> None:
-    default = int(scope == "always")
+def test_blocks() -> None:
     expected = {
-        "before": default,
+        "before": 0,
         "on": 1,
         "on, in backward": 1,
         "on, small": 1,
@@ -135,15 +135,15 @@ def test_blocks(scope: str) -> None:
         "on, off, on": 1,
         "on, off again": 0,
         "on again": 1,
-        "on in another thread": default,
-        "after": default,
+        "on in another thread": 0,
+        "after": 0,
         "off, in backward": 0,
         "on inside backward": 1,
         "off inside backward": 0,
         "after off inside backward": 1,
-        "after an exception": default,
+        "after an exception": 0,
     }
-    for found in ranks.run(2, _observe_blocks, options=options_of(scope)):
+    for found in ranks.run(2, _observe_blocks, options=options_of("backward")):
         assert found == expected
 
 

@@ -24,6 +24,7 @@ from support.on_ranks import on_ranks
 from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relative_error, step
 from torch_powersgd import _C, store_agreement
 from torch_powersgd._backend import compare_options
+from torch_powersgd.agreement import agree
 from torch_powersgd.attach_checks import Proposal
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0)
@@ -239,6 +240,17 @@ def _options_of_proposal(device: str) -> dict[str, Any]:
     parameters = {"weight": torch.empty(2, device=device)}
     options: dict[str, Any] = Proposal(backend, OPTIONS, parameters, {}).plain()["options"]
     return options
+
+
+@on_ranks()
+def test_an_error_of_any_type_is_a_value_error_on_every_rank(rank: int) -> None:
+    def make() -> tuple[None, dict[str, Any]]:
+        if rank == 1:
+            raise KeyError("w")
+        return None, {}
+
+    with pytest.raises(ValueError, match="^rank 1: KeyError: 'w'$"):
+        agree(world(), "load", make, lambda everyone: "")
 
 
 def test_devices_of_two_types_have_other_kernels() -> None:

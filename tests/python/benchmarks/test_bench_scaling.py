@@ -19,7 +19,7 @@ pytest.importorskip("rich")
 import bench_scaling
 from scaling import model, tables
 
-from torch_powersgd.tools.footprint import Layout, elements_of
+from torch_powersgd.cli.footprint import Layout, elements_of
 
 WORLD = 2
 

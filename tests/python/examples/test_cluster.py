@@ -14,14 +14,13 @@ from torch.distributed.run import get_args_parser
 
 from support.deadline import DEADLOCK
 from support.repository import ROOT
-from torch_powersgd import ports
-from torch_powersgd.tools.peer import STORE_PORT
+from torch_powersgd.cli.doctor import STORE_PORT
 
 CLUSTER = ROOT / "examples" / "cluster"
 HOSTNAMES = "#!/bin/bash\nprintf 'node7\\nnode8\\n'\n"
 # A srun that starts its command once for each node, and a torchrun that shows its arguments.
 SRUN = '#!/bin/bash\nfor SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done\n'
-TORCHRUN = "#!/bin/bash\necho torchrun $POWERSGD_PORTS $GLOO_SOCKET_IFNAME $*\n"
+TORCHRUN = "#!/bin/bash\necho torchrun $GLOO_SOCKET_IFNAME $*\n"
 
 # The fields that a kind must have, with those of its parts; * stands for each element of a list.
 REQUIRED: dict[str, tuple[str, list[str]]] = {
@@ -105,15 +104,11 @@ def test_the_pods_of_the_job_meet() -> None:
 
 
 @pytest.mark.parametrize("name", ["job.yaml", "pytorchjob.yaml"])
-def test_the_ports_of_a_manifest_are_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pods_of_a_manifest_have_a_range_of_ports(name: str) -> None:
     spec = _manifests(name)[-1]["spec"]
-    pods = spec.get("pytorchReplicaSpecs", {"Job": spec}).values()
-    for variables in (
-        env for pod in pods for env in _values(pod, "template.spec.containers.*.env")
-    ):
-        (variable,) = variables
-        monkeypatch.setenv(variable["name"], variable["value"])
-        assert ports.allowed()
+    for pod in spec.get("pytorchReplicaSpecs", {"Job": spec}).values():
+        ((sysctl,),) = _values(pod, "template.spec.securityContext.sysctls")
+        assert sysctl == {"name": "net.ipv4.ip_local_port_range", "value": "29600 31599"}
 
 
 def _submit(folder: Path) -> list[str]:
@@ -138,16 +133,13 @@ def test_the_batch_script_is_bash() -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-def test_the_nodes_of_slurm_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nodes_of_slurm_meet(tmp_path: Path) -> None:
     lines = _submit(tmp_path)
     assert len(lines) == 2
     for index, line in enumerate(lines):
-        _, range_of_ports, interface, *words = line.split()
-        monkeypatch.setenv(ports.VARIABLE, range_of_ports)
-        assert ports.allowed()
+        _, interface, *words = line.split()
         assert interface == "eth0"
         arguments = _torchrun(words)
         assert (arguments.nnodes, arguments.nproc_per_node) == ("2", "1")
         assert arguments.node_rank == index
         assert (arguments.master_addr, arguments.master_port) == ("node7", 29507)
-        assert arguments.master_port not in (ports.allowed() or [])

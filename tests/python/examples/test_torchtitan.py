@@ -196,7 +196,7 @@ def test_one_replica_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_config_is_refused() -> None:
-    with pytest.raises(ranks.RankFailed, match="takes a torchtitan Trainer.Config, got str"):
+    with pytest.raises(ranks.RankFailed, match="must be a torchtitan Trainer.Config, got str"):
         ranks.run(1, _refused, backend=None)
 
 

@@ -139,14 +139,14 @@ def test_what_cannot_be_attached_is_said() -> None:
         ProcessGroupPowerSGD(options={"matrix_approximation_rank": 0})
     group = ProcessGroupPowerSGD()
     other: Any = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="that fully_shard was called with, got Linear"):
+    with pytest.raises(ValueError, match="that FSDP2 has sharded, got Linear"):
         group.attach(other, other)
     manager: Any = Manager(group)
     optimizer = torch.optim.SGD(other.parameters())
     packed = DiLoCo(manager, [other], optimizer, optimizer, 1, use_bucketization=True)
     with pytest.raises(ValueError, match="without use_bucketization and should_quantize"):
         group.attach_diloco(packed, manager)
-    with pytest.raises(ValueError, match="takes torchft's DiLoCo, got Linear"):
+    with pytest.raises(ValueError, match="diloco must be torchft's DiLoCo, got Linear"):
         group.attach_diloco(other, manager)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     configure(group, f"localhost:{store.port}/x", 0, 1)

@@ -144,7 +144,7 @@ def test_options_of_any_type(value: Any) -> None:
     if value is None or (isinstance(value, dict) and not value):
         return
     assert "must be torch_powersgd.Options" in message_of(lambda: resolve(value))
-    assert "configure takes torch_powersgd.Options" in message_of(lambda: tp.configure(value))
+    assert "configure must be torch_powersgd.Options" in message_of(lambda: tp.configure(value))
     assert "state must be a PowerSGDState" in message_of(lambda: tp.Options.from_hook_state(value))
 
 

@@ -71,7 +71,7 @@ def test_the_order_of_the_sources(
     ("field", "values"),
     [
         ("matrix_approximation_rank", (2, 2, 3)),
-        ("scope", ("always", "never", "always")),
+        ("scope", ("attached", "never", "attached")),
         ("residual_dtype", (torch.float32, torch.bfloat16, torch.float32)),
     ],
 )

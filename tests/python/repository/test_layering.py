@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -28,7 +29,6 @@ LAYERS = {
     "compressor": r"include/powersgd/(compressor|dtypes|parameter_state|payload|step_counter)\.h"
     r"|include/powersgd/(traffic|workspace)\.h|csrc/compressor/",
     "torch compat": r"include/powersgd/torch_compat\.h",
-    "ports": r"include/powersgd/listening_ports\.h|csrc/ports/",
     "engine": r"include/powersgd/(first_error|interpreter)\.h|csrc/engine/",
     "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",
     "gradients": r"include/powersgd/(session|stats|stage_probe|ddp_hook|scope_override)\.h"
@@ -51,13 +51,12 @@ MAY_INCLUDE = {
     "compressor": ["options", "plan", "kernels"],
     "engine": [],
     "torch compat": [],
-    "ports": [],
     "forwarding": ["torch compat", "engine"],
     "gradients": ["options", "plan", "compressor", "engine"],
     "backend": ["options", "torch compat", "engine", "forwarding", "gradients"],
     "bindings": [
         *("options", "plan", "kernels", "compressor", "engine", "forwarding", "gradients"),
-        *("ports", "backend"),
+        "backend",
     ],
 }
 
@@ -82,7 +81,6 @@ MAY_INCLUDE_ELSE = {
     "cuda kernels": f"{STANDARD}|{CUDA_RUNTIME}",
     "compressor": f"{STANDARD}|{ATEN}",
     "torch compat": C10D,
-    "ports": rf"{STANDARD}|(link|unistd|netinet/in|sys/mman|sys/socket)\.h",
     "engine": C10D,
     "forwarding": C10D,
     "gradients": C10D,
@@ -99,9 +97,12 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 # Python passes tensors on; C++ computes with them.
 COMPUTING = re.compile(r"(numpy|scipy|torch\.(linalg|fft|special|nn\.functional))(\.|$)")
 
-# The commands stand on the library. Training imports none of them, nor their own requirements.
-TOOLS = re.compile(r"torch_powersgd\.tools(\.|$)|rich(\.|$)")
-TOOLING = ("commands", "tools")
+# The commands stand on the library, which imports none of them, nor their own requirements.
+COMMANDS = re.compile(r"torch_powersgd\.cli(\.|$)|rich(\.|$)")
+
+
+PRIVATE = re.compile(r"_[a-z]")
+TORCHS = {"_timeout", "_fragments"}  # torch and torchft have these as well
 
 
 def files_under(root: Path, *folders: str) -> list[Path]:
@@ -166,10 +167,8 @@ def wrong_imports(root: Path) -> list[str]:
                 wrong.append(
                     f"{name}: only _core.py imports _C, once it has checked torch's version"
                 )
-            # The front of the package imports shadow mode when it is asked for.
-            front = file.name in ("__main__.py", "__init__.py")
-            if TOOLS.match(imported) and not front and file.parent.name not in TOOLING:
-                wrong.append(f"{name}: only the command line and its tools import {imported}")
+            if COMMANDS.match(imported) and "cli" not in file.parts and file.name != "__main__.py":
+                wrong.append(f"{name}: only the command line imports {imported}")
             if COMPUTING.match(imported):
                 wrong.append(f"{name} must not import {imported}")
     return wrong
@@ -194,12 +193,48 @@ def import_circle(root: Path) -> list[str]:
     return []
 
 
+def private_uses(root: Path) -> list[str]:
+    """The uses of private names that only other modules of the package define."""
+    files = [file for file in files_under(root, "python") if file.suffix == ".py"]
+    nodes = {file: [*ast.walk(ast.parse(file.read_text()))] for file in files}
+    own = {file: set(filter(PRIVATE.match, _defined(nodes[file]))) for file in files}
+    ours = set().union(*own.values()) - TORCHS
+    return [
+        f"{file.relative_to(root)}:{node.lineno} uses {name}"
+        for file in files
+        for node, name in _taken(nodes[file])
+        if name in ours - own[file]
+    ]
+
+
+def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr if ast.unparse(node.value) == "self" else ""
+
+
+def _taken(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.Attribute | ast.ImportFrom, str]]:
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "super()"):
+            yield node, node.attr
+
+
 def test_includes_follow_the_layers() -> None:
     assert wrong_includes(ROOT) == []
 
 
 def test_imports_follow_the_layers() -> None:
     assert wrong_imports(ROOT) == []
+
+
+def test_no_module_uses_the_private_names_of_another() -> None:
+    assert private_uses(ROOT) == []
 
 
 def test_no_imports_run_in_a_circle() -> None:
@@ -236,8 +271,8 @@ def test_a_wrong_include_is_found(tmp_path: Path, path: str, include: str) -> No
         "from torch.nn import functional",
         "from torch_powersgd import _C",
         "from . import _C",
-        "from torch_powersgd import tools",
-        "from torch_powersgd.tools.footprint import footprint_of",
+        "from torch_powersgd import cli",
+        "from torch_powersgd.cli.footprint import footprint_of",
         "import rich.table",
     ],
 )
@@ -246,6 +281,15 @@ def test_a_wrong_import_is_found(tmp_path: Path, source: str) -> None:
     file.parent.mkdir(parents=True)
     file.write_text(f"import torch\n{source}\n")
     assert wrong_imports(tmp_path) != []
+
+
+def test_a_private_use_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "python"
+    folder.mkdir()
+    (folder / "one.py").write_text("def _f(): pass\nclass C:\n    def _g(self): self._h = _f()\n")
+    (folder / "two.py").write_text("from one import _f\n\nc._g()\nc._h = c._of_torch\n")
+    uses = sorted(use.partition(":")[2] for use in private_uses(tmp_path))
+    assert uses == ["1 uses _f", "3 uses _g", "4 uses _h"]
 
 
 def test_a_circle_of_imports_is_found(tmp_path: Path) -> None:

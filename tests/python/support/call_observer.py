@@ -15,7 +15,7 @@ from support.synthetic import gradient, make_attached, make_ddp
 
 MIN_NUMEL = 4096
 SETTLE_PASSES = 2  # DDP may still rebuild its buckets in these passes
-SCOPES = ("backward", "attached", "always", "never")
+SCOPES = ("backward", "attached", "never")
 
 SHAPES = {"weight": (60, 80), "bias": (80,)}  # of a DDP module with one bucket
 

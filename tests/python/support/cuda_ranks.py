@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
@@ -55,12 +54,6 @@ def run(
     """Calls function(rank, *args) on each rank; returns the results by rank."""
     arguments = (function, backend, options or options_of(), args)
     return ranks.run(world_size, _main, *arguments, backend=None, timeout=timeout)
-
-
-def compress(tensor: torch.Tensor, **arguments: Any) -> Any:
-    """An all-reduce that keeps its state from call to call."""
-    with tp.scope("always"):
-        return dist.all_reduce(tensor, **arguments)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The default process group and its backend, for which torch's annotations are too narrow."""
+"""The default process group and its backend, and a compressed all-reduce.
+
+For the first two, torch's annotations are too narrow.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+import torch_powersgd as tp
 
 
 def world() -> Any:
@@ -19,3 +24,9 @@ def world() -> Any:
 def backend_of_world() -> Any:
     """The default group's backend for the CPU."""
     return world()._get_backend(torch.device("cpu"))
+
+
+def compress(tensor: torch.Tensor, **arguments: Any) -> Any:
+    """An all-reduce that keeps its state from call to call."""
+    with tp.scope("always"):
+        return dist.all_reduce(tensor, **arguments)

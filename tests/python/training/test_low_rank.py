@@ -22,7 +22,7 @@ from support.synthetic import (
 )
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=8)
-WIRES = (None, "bfloat16", "float16", "int8", "int4")
+WIRES = (None, "bfloat16", "int8", "int4")
 # Three ranks send the payload of this raw segment, and the factors with it, two-shot.
 LARGE = (70_000,)
 

@@ -22,6 +22,7 @@ from support.paired_training import digest
 from support.repository import ROOT
 from support.synthetic import gradients, make_compressed, residuals_of, to_numpy, train
 from torch_powersgd._core import _C
+from torch_powersgd.options import to_core
 
 Matrix = npt.NDArray[np.float64]
 
@@ -58,7 +59,7 @@ def _core_start(cols: int, index: int, options: tp.Options, dtype: torch.dtype, 
     """
     shapes = [(2, 2)] * index + [(cols, cols)]
     cold = replace(options, min_compression_rate=ALWAYS, warm_start=False)
-    core = _C.BucketCompressor(shapes, cold._core(), dtype)
+    core = _C.BucketCompressor(shapes, to_core(cold), dtype)
     bucket = torch.cat([torch.zeros(4 * index, dtype=dtype), torch.eye(cols, dtype=dtype).view(-1)])
     payload = core.project(bucket, i).double().numpy()
     r = min(options.matrix_approximation_rank, cols)

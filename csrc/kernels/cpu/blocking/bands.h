@@ -8,8 +8,8 @@
 #include "kernels/cpu/simd/vector.h"
 
 // A stage goes over its part of a matrix strip by strip, over a strip band by band, and over a band
-// block by block (tiles.h). Memory delivers best when it is read front to back, so while a band is
-// at work, the next one is prefetched in that order, part by part.
+// block by block (tiles.h). While one band is processed, the next is prefetched front to back, the
+// order that hardware prefetchers follow.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 struct BandBlock {

@@ -4,7 +4,7 @@
 namespace powersgd::kernels::cpu {
 
 // The instruction sets that the stages are compiled for. kBaseline is what every CPU of the
-// architecture has: NEON on 64-bit ARM. A machine that is not x86-64 has no other.
+// architecture has: NEON on 64-bit ARM. Only x86-64 has others.
 enum class Isa { kBaseline, kAvx2, kAvx512 };
 
 // Returns whether this machine's CPU has the instruction set.

@@ -25,7 +25,7 @@ struct StorageTraits<double> {
 template <class Storage>
 using ComputeOf = typename StorageTraits<Storage>::Compute;
 
-// The largest finite value of a storage type. What is stored is clamped to it.
+// The largest finite value of a storage type. Residuals and codes are clamped to it.
 template <class Storage>
 constexpr ComputeOf<Storage> kLargest = 0;
 template <>
@@ -34,7 +34,5 @@ template <>
 constexpr double kLargest<double> = 1.7976931348623157e+308;
 template <>
 constexpr float kLargest<BFloat16> = 3.38953139e+38f;
-template <>
-constexpr float kLargest<Half> = 65504.0f;
 
 }  // namespace powersgd::kernels::cpu

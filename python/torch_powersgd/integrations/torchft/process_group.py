@@ -32,6 +32,7 @@ from torch_powersgd.integrations.torchft.attached import (
     AttachedFragment,
     AttachedShards,
 )
+from torch_powersgd.option_values import must_be, require
 from torch_powersgd.options import Options, lay_over, resolve
 
 if TYPE_CHECKING:
@@ -103,10 +104,8 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
         elif isinstance(module, FSDPModule):
             kind = AttachedShards
         else:
-            raise ValueError(
-                "attach takes torchft's DistributedDataParallel or a module that fully_shard was "
-                f"called with, got {type(module).__name__}"
-            )
+            wanted = "torchft's DistributedDataParallel or a module that FSDP2 has sharded"
+            raise must_be("module", wanted, type(module))
         return self._attach(kind, module, manager)
 
     def attach_diloco(self, diloco: DiLoCo, manager: Manager) -> list[Compression]:
@@ -120,8 +119,7 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
         Raises:
             ValueError: If DiLoCo packs or quantizes what it sends, or there was a quorum before.
         """
-        if not isinstance(diloco, DiLoCo):
-            raise ValueError(f"attach_diloco takes torchft's DiLoCo, got {type(diloco).__name__}")
+        require(isinstance(diloco, DiLoCo), "diloco", "torchft's DiLoCo", type(diloco))
         if any(part.use_bucketization or part.should_quantize for part in diloco._fragments):
             raise ValueError(
                 "attach_diloco takes a DiLoCo without use_bucketization and should_quantize, "
@@ -203,7 +201,7 @@ def _make_group(
     made.store, made.group_rank, made.group_size = store, rank, size
     made.timeout, made.group_id = timeout, "torchft"
     with _environment(_NCCL_VARIABLES):
-        backend = _backend._create(made, options)
+        backend = _backend.create(made, options)
     group = dist.ProcessGroup(store, rank, size)
     for device in device_types():
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
