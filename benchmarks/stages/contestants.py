@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 import torch_powersgd
 from torch_powersgd._core import _C
 from torch_powersgd.cli.footprint import Layout
+from torch_powersgd.options import to_core
 
 STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
 
@@ -30,7 +31,7 @@ class Ours:
         device: torch.device,
     ) -> None:
         self.buckets = [
-            _C.BucketCompressor(bucket, options._core(), dtype, str(device)) for bucket in layout
+            _C.BucketCompressor(bucket, to_core(options), dtype, str(device)) for bucket in layout
         ]
         self.step = 0
 

@@ -21,7 +21,7 @@ from torch_powersgd.group_backends import (
     served_device_types,
 )
 from torch_powersgd.option_values import must_be, require
-from torch_powersgd.options import Options, resolve
+from torch_powersgd.options import Options, resolve, to_core, to_plain
 from torch_powersgd.store_agreement import CollectiveCall, count_call, equality_of, store_of_call
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def register() -> None:
     """Registers the backend for CPU and CUDA, unless it is registered already."""
     if NAME in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     # To set a group's default backend, torch searches its backends for the first plugin's key. An
     # upper-case key never matches, so a group made from a "device:backend" string has no default
     # backend and warns when it is destroyed. A lower-case key in front does match.
@@ -60,7 +60,7 @@ def _log(warning: bool, message: str) -> None:
     (log.warning if warning else log.info)(message)
 
 
-def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.BackendPowerSGD:
+def create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.BackendPowerSGD:
     """Creates this rank's backend for a process group. torch calls this an extended creator."""
     rank, size = dist_options.group_rank, dist_options.group_size
     groups = PrefixStore("powersgd", dist_options.store)
@@ -74,7 +74,7 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
         blocks = name not in STREAM_ORDERED
         connect = functools.partial(_connect_engine, name, dist_options) if blocks else None
         inners.append((device, inner, connect, PrefixStore(f"{device}/engine", store)))
-    return _C.BackendPowerSGD(rank, size, inners, options._core(), _log)
+    return _C.BackendPowerSGD(rank, size, inners, to_core(options), _log)
 
 
 def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: object) -> Options:
@@ -90,7 +90,7 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
 
     def make() -> tuple[Options, dict[str, Any]]:
         options = resolve(pg_options)
-        return options, {"kernels": _C.kernels_version, **options._plain()}
+        return options, {"kernels": _C.kernels_version, **to_plain(options)}
 
     def other_backend(call: CollectiveCall, absent: list[int]) -> str:
         # A gloo group created instead of this one stores its address under this key.

@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_powersgd import grad_scaler, log
 from torch_powersgd._core import _C
 from torch_powersgd.attach_checks import agree
+from torch_powersgd.attachment import Attachment
 from torch_powersgd.compression import Compression
-from torch_powersgd.matrices import highest_rank
-from torch_powersgd.options import Options
+from torch_powersgd.matrices import exact_dtypes, highest_rank, is_exact
+from torch_powersgd.options import Options, to_core
 from torch_powersgd.targets import Target, target_of
 from torch_powersgd.units import size_text
 
@@ -73,7 +74,8 @@ def attach(
             ``attach``. It is raised on every process, unless the group was destroyed on this one.
     """
     found = target_of(target)
-    compression = compress(found, options, found.group(group), scaler, register_hook, previous)
+    before = previous.attachment if previous is not None else None
+    compression = compress(found, options, found.group(group), scaler, register_hook, before)
     _announce(compression, found)
     return compression
 
@@ -84,23 +86,24 @@ def compress(
     group: dist.ProcessGroup,
     scaler: torch.amp.GradScaler | None = None,
     register_hook: bool = True,
-    previous: Compression | None = None,
+    previous: Attachment | None = None,
+    apart: bool = False,
 ) -> Compression:
-    """``attach`` without the log message."""
+    """``attach`` without the log message. The attachment may be ``apart``."""
     reducer, described = make_reducer(target, options, group, scaler, previous, register_hook)
     try:
         if register_hook:
             target.register(reducer, group)
         if scaler is not None:
             grad_scaler.follow(scaler, reducer, target.parameters())
-        compression = Compression(target, reducer, group, described, previous)
+        attachment = Attachment(target, reducer, group, described, previous, apart)
     except BaseException:
         reducer.detach()  # hooks that it has by now average exactly
         raise
     if previous is not None:
-        previous._hand_over()
+        previous.end("it was passed to attach as previous")
     reducer.note_attached()
-    return compression
+    return Compression(attachment)
 
 
 def make_reducer(
@@ -108,21 +111,20 @@ def make_reducer(
     options: Options | Mapping[str, Any] | None,
     group: dist.ProcessGroup,
     scaler: torch.amp.GradScaler | None = None,
-    previous: Compression | None = None,
+    previous: Attachment | None = None,
     register_hook: bool = False,
 ) -> tuple[_C.BucketReducer, list[str]]:
     """Returns the reducer of ``attach``, and its gradients in words. Collective.
 
     It has copies of the states of ``previous``, which goes on if another process fails meanwhile.
     """
-    of_previous = previous._as_previous() if previous is not None else None
-    agreed, source = agree(target, options, scaler, group, of_previous, register_hook)
+    agreed, source = agree(target, options, scaler, group, previous, register_hook)
     reducer = _C.BucketReducer(
         agreed.backend,
         list(agreed.gradients),
         list(agreed.gradients.values()),
-        agreed.options._core(),
-        of_previous.reducer if of_previous is not None else None,
+        to_core(agreed.options),
+        previous.kept if previous is not None else None,
     )
     if source is not None:
         reducer.states.agree_with(source.rank, source.step)
@@ -140,16 +142,22 @@ def _announce(compression: Compression, target: Target) -> None:
         say.notice("attached, but scope='never' compresses nothing")
         return
     rank, rate = options.matrix_approximation_rank, options.min_compression_rate
-    outline = compression._reducer.states.outline()
+    outline = compression.attachment.reducer.states.outline()
+    gradients = [*target.gradients().values()]
+    exact = exact_dtypes(gradients)
     if outline.compressed_parameters == 0:
+        if all(map(is_exact, gradients)):
+            say.warning(f"no parameter is compressed: gradients in {exact} are averaged exactly")
+            return
         remedy = (
             f"Use a matrix rank of at most {highest}"
-            if (highest := highest_rank(target.gradients().values(), options))
+            if (highest := highest_rank(gradients, options))
             else "They are too small for any matrix rank"
         )
         say.warning(
             f"no parameter is compressed: with matrix_approximation_rank={rank}, no parameter's "
             f"factors are min_compression_rate={rate:g} times smaller than its gradient. {remedy}"
+            + (f". Those in {exact} are averaged exactly" if exact else "")
         )
         return
     on_one_host = (
@@ -158,9 +166,10 @@ def _announce(compression: Compression, target: Target) -> None:
         else ""
     )
     share = 100 * outline.compressed_numel / outline.numel
+    those = f"; those in {exact} are averaged exactly" if exact else ""
     say.notice(
         f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
-        f"elements) are compressed at matrix rank {rank}; a step sends "
+        f"elements) are compressed at matrix rank {rank}{those}; a step sends "
         f"{size_text(outline.bytes_after)} instead of {size_text(outline.bytes_before)}, from "
         f"step {options.start_powerSGD_iter} on{on_one_host}"
     )

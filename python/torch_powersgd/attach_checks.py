@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch_powersgd import agreement, fsdp
 from torch_powersgd._backend import compare_options
 from torch_powersgd._core import _C
+from torch_powersgd.attachment import Attachment
 from torch_powersgd.group_backends import find_backend
 from torch_powersgd.option_values import dtype_name, require
-from torch_powersgd.options import Options, lay_over
+from torch_powersgd.options import Options, from_core, lay_over, to_plain
 from torch_powersgd.targets import NamedTensors, Target
 
 
@@ -45,7 +46,7 @@ class Proposal:
         """Returns the arguments in JSON types."""
         devices = sorted({_kind_of(gradient.device) for gradient in self.gradients.values()})
         kernels = f"{' and '.join(devices)} {_C.kernels_version}"
-        options = {"kernels": kernels, **self.options._plain()}
+        options = {"kernels": kernels, **to_plain(self.options)}
         return {"options": options, "gradients": self.described, "place": self.place}
 
 
@@ -62,21 +63,6 @@ def _kind_of(device: torch.device) -> str:
 
 
 @dataclass(frozen=True)
-class Previous:
-    """The compression that the new one takes over on a process.
-
-    Attributes:
-        reducer: Its reducer, or None if it has ended.
-        described: Its gradients, as ``Proposal.described``.
-        ended: Why it has ended.
-    """
-
-    reducer: _C.BucketReducer | None
-    described: list[str]
-    ended: str
-
-
-@dataclass(frozen=True)
 class Source:
     """The process whose factors all processes take over, and its step."""
 
@@ -89,7 +75,7 @@ def agree(
     given: Options | Mapping[str, Any] | None,
     scaler: torch.amp.GradScaler | None,
     group: dist.ProcessGroup,
-    previous: Previous | None = None,
+    previous: Attachment | None = None,
     register_hook: bool = False,
 ) -> tuple[Proposal, Source | None]:
     """Returns this process's proposal once all processes have made the same one. Collective.
@@ -115,8 +101,8 @@ def agree(
         if register_hook:
             target.check_hook()
         plain = proposal.plain()
-        if previous is not None and previous.reducer is not None:
-            plain["step"] = previous.reducer.states.step
+        if previous is not None and previous.kept is not None:
+            plain["step"] = previous.kept.states.step
         return proposal, plain
 
     proposal, source = agreement.agree(group, "attach", make, _compare, _source)
@@ -133,7 +119,7 @@ def _propose(
     given: Options | Mapping[str, Any] | None,
     scaler: torch.amp.GradScaler | None,
     group: dist.ProcessGroup,
-    previous: Previous | None,
+    previous: Attachment | None,
 ) -> Proposal:
     target.check()
     fits = isinstance(scaler, torch.amp.GradScaler | None)
@@ -148,12 +134,12 @@ def _propose(
         raise ValueError(target.nothing)
     backend = _backend_of(group, next(iter(gradients.values())).device)
     if previous is None:
-        base = Options._from_core(backend.options.compression)
+        base = from_core(backend.options.compression)
         options = lay_over(base, given, "options of attach")
         return Proposal(backend, options, gradients, target.place())
-    if previous.reducer is None:
+    if previous.kept is None:
         raise ValueError(f"previous can no longer be used: {previous.ended}")
-    options = Options._from_core(previous.reducer.states.options)
+    options = from_core(previous.kept.states.options)
     if lay_over(options, given, "options of attach") != options:
         raise ValueError(
             "attach(previous=...) keeps the options of previous: leave options out. To change "

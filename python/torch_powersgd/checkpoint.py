@@ -3,42 +3,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torch_powersgd import checkpoint_checks, checksum
+from torch_powersgd import schema
 from torch_powersgd._core import _C
-from torch_powersgd.checkpoint_checks import LOCAL_FIELDS, VERSION
-from torch_powersgd.options import Options
+from torch_powersgd.option_values import must_be, require, shown
+from torch_powersgd.options import from_core, to_plain
+from torch_powersgd.schema import Schema
+
+_PARTS = ("shard ", "process ")  # prefixes of the keys of parts
+_HEADER: dict[str, Schema] = {
+    "version": schema.equal_to(schema.VERSION),
+    "step": schema.count,
+    "grad_scale": schema.units,
+    "per_rank": schema.truth,
+}
+
+
+def _fields(per_rank: bool, grad_scale: float = 1.0) -> dict[str, Schema]:
+    """Returns the schema of a parameter's entry, with residuals in units of ``grad_scale``."""
+    residual, factor = schema.tensor(grad_scale), schema.tensor()
+    if not per_rank:
+        return {"residual": residual, "q": _check_mean_q}
+    return {
+        "grad_scale": schema.units,
+        "memory": lambda place, value: None if value is None else residual(place, value),
+        "p_hat": factor,
+        "q_local": residual,
+        "q_warm": factor,
+    }
+
+
+def _check_mean_q(place: str, value: Any) -> None:
+    schema.check(place, value, schema.tensor())
+    fits = value.dim() == 0 or 1 <= value.shape[0] <= _C.max_rank
+    require(fits, schema.named(place), f"a matrix of 1 to {_C.max_rank} rows", value)
 
 
 def of_states(states: _C.ModelStates, per_rank: bool) -> dict[str, Any]:
     """Returns the state of a checkpoint. Collective without ``per_rank``."""
+    fields = _fields(per_rank)
+    exports: Sequence[Any] = states.export_local() if per_rank else states.export_state()
+    parameters = {
+        of.name: {field: getattr(of, field) for field in fields}
+        for of in exports
+        if per_rank or of.residual is not None
+    }
+    for name, entry in parameters.items():
+        entry[schema.CHECKSUM] = schema.sum_of(name, entry, fields)
     state: dict[str, Any] = {
-        "version": VERSION,
-        "options": Options._from_core(states.options)._plain(),
+        "version": schema.VERSION,
+        "options": to_plain(from_core(states.options)),
         "step": states.step,
         "grad_scale": states.grad_scale,
         "per_rank": per_rank,
+        "parameters": parameters,
     }
-    if per_rank:
-        state["parameters"] = {
-            local.name: {field: getattr(local, field) for field in LOCAL_FIELDS}
-            for local in states.export_local()
-        }
-    else:
-        state["parameters"] = {
-            mean.name: {"residual": mean.residual, "q": mean.q}
-            for mean in states.export_state()
-            if mean.residual is not None
-        }
-    checksum.add(state)
+    state[schema.CHECKSUM] = schema.sum_of("", state, _HEADER)
     return state
-
-
-NAMES = "the hash of the parameter names"  # in what `compare` takes
 
 
 @dataclass(frozen=True)
@@ -47,87 +73,88 @@ class Loaded:
 
     Attributes:
         step: Number of steps before it was saved.
-        grad_scale: Units of the residuals in ``mean``.
-        mean: Entries of a state without ``per_rank``, else None.
-        local: Entries of a state with ``per_rank``.
-        content: Checksum of the state.
+        grad_scale: Units of the residuals in a state without ``per_rank``.
+        per_rank: Whether it is one process's own.
+        entries: Its entries, in the core's form.
+        same: What must be equal on all processes, in JSON types.
     """
 
     step: int
     grad_scale: float
-    mean: list[_C.ParameterExport] | None
-    local: list[_C.LocalExport]
-    content: int
-
-    @property
-    def parameters(self) -> int:
-        return len(self.local if self.mean is None else self.mean)
-
-    def plain(self) -> dict[str, Any]:
-        """Returns what must be equal on all processes, in JSON types."""
-        per_rank = self.mean is None
-        return {
-            "per_rank": per_rank,
-            "step": self.step,
-            "content": 0 if per_rank else self.content,
-        }
+    per_rank: bool
+    entries: list[Any]
+    same: dict[str, Any]
 
     def into(self, states: _C.ModelStates) -> None:
         """Loads the state into ``states``."""
-        if self.mean is None:
-            states.load_local(self.local, self.step)
+        if self.per_rank:
+            states.load_local(self.entries, self.step)
         else:
-            states.load_state(self.mean, self.step, self.grad_scale)
+            states.load_state(self.entries, self.step, self.grad_scale)
 
 
-def read(states: _C.ModelStates, state: Any, keys: dict[bool, str]) -> Loaded:
+def read(states: _C.ModelStates, state: Any, keys: dict[bool, str], place: str = "") -> Loaded:
     """Checks a saved state, which may hold anything, and returns it.
 
     Args:
         states: States that it must fit.
         state: Argument of ``load_state_dict``.
         keys: Key of this process's state, with ``per_rank`` and without. It may be empty.
+        place: Place of the state in a larger one, for messages.
 
     Raises:
         ValueError: If it does not fit.
     """
-    own = checkpoint_checks.own_state(state, keys)
-    saved = checkpoint_checks.read(own)
-    local: list[_C.LocalExport] = []
-    mean: list[_C.ParameterExport] | None = None
-    if saved.per_rank:
-        local = [checkpoint_checks.to_local(*entry) for entry in saved.parameters.items()]
-    else:
-        mean = [checkpoint_checks.to_mean(*entry, saved) for entry in saved.parameters.items()]
-    content = checksum.check(own)
-    if mean is None:
-        states.check_local(local)
-    else:
-        states.check_state(mean)
-    return Loaded(saved.step, saved.grad_scale, mean, local, content)
+    own = _own_part(state, keys, place)
+    schema.check(place, own, {**_HEADER, "parameters": schema.by_name})
+    sums, entries = [schema.verify(place, "", own, _HEADER)], []
+    per_rank, scale = own["per_rank"], float(own["grad_scale"])
+    for name, entry in sorted(own["parameters"].items()):
+        at = schema.entry(schema.entry(place, "parameters"), name)
+        if per_rank:
+            schema.check(at, entry, {"grad_scale": schema.units})
+        fields = _fields(per_rank, float(entry["grad_scale"]) if per_rank else scale)
+        schema.check(at, entry, fields)
+        sums.append(schema.verify(at, name, entry, fields))
+        entries.append(_in_core(name, entry, per_rank))
+    (states.check_local if per_rank else states.check_state)(entries)
+    same = {"step": own["step"], "per_rank": per_rank}
+    if not per_rank:
+        same["checksum of the state without per_rank"] = schema.checksum(sums)
+    return Loaded(own["step"], scale, per_rank, entries, same)
 
 
-def compare(everyone: list[dict[str, Any]]) -> str:
-    """Returns an error message if the processes load different states, or an empty string."""
-    first = everyone[0]
-    for rank, mine in enumerate(everyone):
-        if mine[NAMES] != first[NAMES]:
-            return (
-                f"all ranks must load the state of the same module, but rank 0 and rank {rank} "
-                "load modules with different parameters"
-            )
-        if (mine["step"], mine["per_rank"]) != (first["step"], first["per_rank"]):
-            return (
-                "all ranks must load a checkpoint of the same step and kind, but rank 0 has step "
-                f"{first['step']}, per_rank={first['per_rank']}, and rank {rank} has step "
-                f"{mine['step']}, per_rank={mine['per_rank']}"
-            )
-        if mine["content"] != first["content"]:
-            return (
-                "a checkpoint saved without per_rank must be the same on all ranks, but rank "
-                f"{rank}'s differs from rank 0's"
-            )
-    return ""
+def _own_part(state: Any, keys: dict[bool, str], place: str) -> Any:
+    """Returns this process's part of the argument of ``load_state_dict``."""
+    if state is None:
+        wanted = "a dict. To start from a checkpoint without compression, leave load_state_dict out"
+        raise must_be(schema.named(place), wanted, None)
+    own = [key for key in keys.values() if key]
+    if not own or not isinstance(state, dict):
+        return state
+    for key in own:
+        if key in state:
+            return state[key]
+    has_parts = any(str(key).startswith(_PARTS) for key in state)
+    if has_parts or (keys[False] and "version" in state):
+        raise ValueError(
+            f"{schema.named(place)} must have the part {' or '.join(map(repr, own))}, got "
+            f"{shown(sorted(map(str, state)))}. Saved without per_rank, it can be loaded by any "
+            "number of processes that hold the same shards"
+        )
+    return state
+
+
+def _in_core(name: str, entry: dict[str, Any], per_rank: bool) -> Any:
+    """Returns the core's form of a parameter's entry, without autograd history."""
+    export: Any = _C.LocalExport() if per_rank else _C.ParameterExport()
+    export.name = name
+    for field in _fields(per_rank):
+        value = entry[field]
+        if value is not None:
+            is_number = field == "grad_scale"
+            setattr(export, field, float(value) if is_number else value.detach())
+    return export
 
 
 class PerRank(Stateful):

@@ -3,38 +3,26 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
-from weakref import finalize, ref
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.nn.parallel import DistributedDataParallel
 
-from torch_powersgd import (
-    checkpoint,
-    log,
-    reduction_checks,
-    rewrapping,
-    stats,
-)
+from torch_powersgd import checkpoint, log, schema, stats
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import agree
-from torch_powersgd.attach_checks import Previous
+from torch_powersgd.attachment import Attachment
 from torch_powersgd.ddp import Hook, python_hook
-from torch_powersgd.option_values import positive, require
-from torch_powersgd.options import Options
-from torch_powersgd.store_agreement import absent_from, equality_of
+from torch_powersgd.option_values import positive
+from torch_powersgd.options import from_core
+from torch_powersgd.store_agreement import Make, absent_from, equality_of
 from torch_powersgd.summary import summary
-from torch_powersgd.targets import Target, shard_of
 
-# Of named tensors. On CPUs as DDP's bucket_cap_mb; GPUs spend less on fewer calls.
-BUCKET_BYTES = 25 << 20
-BUCKET_BYTES_ON_GPUS = 100 << 20
+T = TypeVar("T")
 
 
 class Compression(Stateful):
@@ -51,68 +39,26 @@ class Compression(Stateful):
         options: The options in effect.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        reducer: _C.BucketReducer,
-        group: dist.ProcessGroup,
-        described: list[str],
-        previous: Compression | None = None,
-    ) -> None:
-        self.group = group
-        self._described = described  # the gradients
-        self.options = Options._from_core(reducer.states.options)
-        self._attached: _C.BucketReducer | None = reducer
-        self._left: _C.BucketReducer | None = None  # once the wrapper is gone but not the model
-        self._model: ref[torch.nn.Module] | None = None
-        self._wrapper: rewrapping.Wrapper | None = None
-        self._module: ref[torch.nn.Module] | None = None
-        self._tensors: _C.NamedTensors | None = None
-        self._shard = target.shard(group)
-        self._apart = False  # whether each process has checkpoints of its own, as with torchft
-        self._ended = "its module no longer exists"
-        module = target.module
-        if module is None:
-            self._bucket_bytes = _bucket_bytes(target)
-            self._tensors = _C.NamedTensors(reducer, self._bucket_bytes)
-            return
-        self._module = ref(module)
-        # The module keeps the handle alive: checks and scalers refer only weakly to its reducer.
-        finalize(module, self._let_go).atexit = False
-        if isinstance(module, DistributedDataParallel):
-            before = previous._wrapper if previous is not None else None
-            self._wrapper = rewrapping.note_wrapper(module, reducer, described, before)
-            self._model = ref(module.module)
-            finalize(module.module, _forget_states, ref(self)).atexit = False
-        if group.size() > 1:
-            reduction_checks.check(module, reducer, group)
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.options = from_core(attachment.reducer.states.options)
 
     @property
     def _reducer(self) -> _C.BucketReducer:
-        if self._attached is None:
-            raise ValueError(f"this compression can no longer be used: {self._ended}")
-        return self._attached
-
-    def _let_go(self) -> None:
-        """Ends with the module. If only the DDP wrapper is gone, the states stay for the next."""
-        if self._model is not None and self._model() is not None:
-            self._left = self._attached
-        self._attached = self._tensors = None
+        return self.attachment.reducer
 
     @property
-    def _buckets(self) -> list[list[int]]:
-        """The numbers of the named tensors in each bucket."""
-        return self._tensors.buckets if self._tensors is not None else []
+    def _log(self) -> log.Log:
+        return log.of(self.group, self.attachment.shard)
 
     @property
-    def _ddp(self) -> DistributedDataParallel | None:
-        module = self._module() if self._module is not None else None
-        return module if isinstance(module, DistributedDataParallel) else None
+    def group(self) -> dist.ProcessGroup:
+        return self.attachment.group
 
     @property
     def ended(self) -> bool:
         """Whether it was detached or its module is gone. Methods then raise a ``ValueError``."""
-        return self._attached is None
+        return bool(self.attachment.ended)
 
     @property
     def comm_hook(self) -> Hook:
@@ -127,7 +73,7 @@ class Compression(Stateful):
         Raises:
             ValueError: If something other than a DDP module was attached.
         """
-        reducer, ddp = self._reducer, self._ddp
+        reducer, ddp = self._reducer, self.attachment.ddp
         if ddp is None:
             raise ValueError("comm_hook is only for a DDP module")
         return python_hook(ddp, reducer)
@@ -151,30 +97,7 @@ class Compression(Stateful):
                 timeout. It names that process.
         """
         call = f"called all_reduce in step {self._reducer.states.step}"
-        return self._all_reduce(tensors, partial(absent_from, self.group, call))
-
-    def _all_reduce(
-        self,
-        tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
-        find_absent: Callable[[], str] | None = None,
-    ) -> dist.Work:
-        names = self._reducer.states.names
-        if self._tensors is None:
-            raise ValueError(
-                "all_reduce is for tensors that were attached by name; a module's gradients are "
-                "averaged in its backward pass"
-            )
-        if isinstance(tensors, Mapping):
-            known = set(names)
-            unknown = [name for name in tensors if name not in known]
-            missing = [name for name in names if name not in tensors]
-            if unknown or missing:
-                what = f"{missing[0]!r} is missing" if missing else f"{unknown[0]!r} was not"
-                raise ValueError(f"all_reduce takes the tensors that were attached: {what}")
-            tensors = [tensors[name] for name in names]
-        for name, tensor in zip(names, tensors, strict=False):  # the core checks the number
-            require(isinstance(tensor, torch.Tensor), repr(name), "a tensor", type(tensor))
-        return self._tensors.all_reduce([shard_of(tensor) for tensor in tensors], find_absent)
+        return self.attachment.all_reduce(tensors, partial(absent_from, self.group, call))
 
     def stats(
         self, *, per_layer: bool = False, residual_norms: bool = True, flat: bool = False
@@ -199,9 +122,8 @@ class Compression(Stateful):
             The other counts are this process's, since ``attach`` or ``reset_stats``:
 
             ``skipped_steps``: steps in which a gradient was not finite on some process.
-            ``saturated_steps``: steps in which a residual exceeded 65504, the largest float16, and
-            lost the excess. ``differences``: factors that differed between processes, which
-            ``check_every`` found and repaired.
+            ``differences``: factors that differed between processes, which ``check_every`` found
+            and repaired.
 
             ``compressed_calls`` and ``exact_calls``: buckets that were compressed, or sent whole.
             ``bytes_before``: the gradients. ``bytes_after``: what this process sent instead, as
@@ -219,7 +141,7 @@ class Compression(Stateful):
             last step sent no factors, and ``captured`` also without error feedback.
         """
         reducer = self._reducer
-        stats.notify_if_not_started(reducer, log.of(self.group, self._shard))
+        stats.notify_if_not_started(reducer, self._log)
         return stats.of_attached(reducer, per_layer, residual_norms, flat)
 
     def reset_stats(self) -> None:
@@ -260,9 +182,9 @@ class Compression(Stateful):
         if not per_rank:
             self._agree_on_step("state_dict")
         state = checkpoint.of_states(states, per_rank)
-        if self._wrapper is not None:
-            self._wrapper.note_saved()
-        key = self._key(per_rank)
+        if self.attachment.wrapper is not None:
+            self.attachment.wrapper.note_saved()
+        key = self.attachment.key(per_rank)
         return {key: state} if key else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -282,26 +204,20 @@ class Compression(Stateful):
                 processes have states of different steps or, without ``per_rank``, of different
                 content. A state with ``per_rank`` fits only its own process, of as many processes.
         """
-        names = self._names
 
         def make() -> tuple[checkpoint.Loaded, dict[str, Any]]:
-            loaded = self._read(state_dict)
-            return loaded, {**names, **loaded.plain()}
+            loaded = self.attachment.read(state_dict)
+            return loaded, loaded.same
 
-        loaded, _ = agree(self.group, "load_state_dict", make, checkpoint.compare)
+        loaded = self._agree("load_state_dict", make)
         loaded.into(self._reducer.states)
-        many = "parameter" if loaded.parameters == 1 else "parameters"
-        log.of(self.group, self._shard).notice(
-            f"loaded the state of step {loaded.step}, with the residuals of "
-            f"{loaded.parameters} {many}"
+        count = len(loaded.entries)
+        many = "parameter" if count == 1 else "parameters"
+        self._log.notice(
+            f"loaded the state of step {loaded.step}, with the residuals of {count} {many}"
             if loaded.step
             else "loaded a state without any step, so compression starts as in a new run"
         )
-
-    def _read(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:
-        """Returns this process's part, checked. It raises a ValueError if it does not fit."""
-        keys = {per_rank: self._key(per_rank) for per_rank in (False, True)}
-        return checkpoint.read(self._reducer.states, state_dict, keys)
 
     @property
     def per_rank(self) -> Stateful:
@@ -370,66 +286,26 @@ class Compression(Stateful):
         Raises:
             ValueError: On every process, if one doesn't call it.
         """
-        reducer = self._reducer
         self._agree_on_step("detach")
-        reducer.detach()
-        self._ended = "it was detached"
-        self._end()
-
-    def _as_previous(self) -> Previous:
-        return Previous(self._attached or self._left, self._described, self._ended)
-
-    def _go_on(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
-        """Continues in another group, with a reducer that has copied the states.
-
-        The former reducer isn't detached, because another thread may be reading its states.
-        """
-        reducer.note_attached()
-        if self._wrapper is not None:
-            self._wrapper.note_moved(reducer)
-        if self._tensors is not None:
-            self._tensors = _C.NamedTensors(reducer, self._bucket_bytes)
-        self.group, self._attached = group, reducer
-
-    def _hand_over(self) -> None:
-        """Ends, because another compression has copied the states."""
-        if (reducer := self._attached or self._left) is not None:
-            reducer.detach()
-        self._ended = "it was passed to attach as previous"
-        self._end()
-
-    def _end(self) -> None:
-        if self._wrapper is not None:
-            self._wrapper.note_ended()
-        self._attached = self._left = self._tensors = None
+        self.attachment.end("it was detached")
 
     def __str__(self) -> str:
         if self.ended:
-            return f"{type(self).__name__}: {self._ended}"
+            return f"{type(self).__name__}: {self.attachment.ended}"
         return summary(self._reducer, self.group, self.options)
 
     __repr__ = __str__
 
-    def _key(self, per_rank: bool) -> str:
-        named = per_rank and not self._apart
-        own = f"process {self.group.rank()} of {self.group.size()}" if named else ""
-        return ", ".join(filter(None, (self._shard, own)))
-
     def _agree_on_step(self, call: str) -> None:
-        mine = {**self._names, "step": self._reducer.states.step}
-        agree(self.group, call, lambda: (None, mine), equality_of(f"the calls of {call}"))
+        step = self._reducer.states.step
+        self._agree(call, lambda: (None, {"step": step}))
 
-    @property
-    def _names(self) -> dict[str, Any]:
-        """Tells the compressions of a group apart, which share its count of calls."""
-        return {checkpoint.NAMES: zlib.crc32(repr(self._reducer.states.names).encode())}
+    def _agree(self, call: str, make: Make[T]) -> T:
+        # All compressions of a group share the count of calls, so the names tell them apart.
+        names = schema.checksum(self._reducer.states.names)
 
+        def with_names() -> tuple[T, dict[str, Any]]:
+            made, mine = make()
+            return made, {"the hash of the parameter names": names, **mine}
 
-def _bucket_bytes(target: Target) -> int:
-    on_cpus = all(tensor.is_cpu for tensor in target.gradients().values())
-    return BUCKET_BYTES if on_cpus else BUCKET_BYTES_ON_GPUS
-
-
-def _forget_states(compression: ref[Compression]) -> None:
-    if (found := compression()) is not None:
-        found._left = None
+        return agree(self.group, call, with_names, equality_of(f"the calls of {call}"))[0]

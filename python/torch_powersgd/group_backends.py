@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from torch_powersgd._core import _C
 from torch_powersgd.option_values import require
-from torch_powersgd.store_agreement import CollectiveCall, next_call
 
 # The backend string of a job whose gradients are on this type of device.
 BACKENDS = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
@@ -80,11 +80,10 @@ def check_alive(group: dist.ProcessGroup) -> None:
         )
 
 
-def next_call_on(group: dist.ProcessGroup, function: str) -> CollectiveCall:
-    """This rank's next call of a function that every rank of a group must call."""
-    check_alive(group)
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Returns the timeout of a powersgd group, or torch's default for another group."""
     timeouts = (backend.options._timeout for backend in _backends_of(group))
-    return next_call(group, function, next(timeouts, default_pg_timeout))
+    return next(timeouts, default_pg_timeout)
 
 
 def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:

@@ -58,14 +58,10 @@ class Options:
         min_numel: Minimum number of elements of a flat tensor that ``"backward"`` compresses.
         inner: Name of the backend to wrap: ``"gloo"``, ``"nccl"``, or one that was registered with
             torch before. ``"auto"``: gloo for CPUs, nccl for CUDA.
-        wire_dtype: Data type in which factors are sent: ``"int8"``, ``"int4"``,
-            ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``. The quantization error goes
-            to the residual. None: float32, or float64 for float64 gradients. Gradients that aren't
-            compressed are never rounded.
-        residual_dtype: Data type of the residual: ``torch.float32``, ``torch.bfloat16`` or
-            ``torch.float16``. Residuals of float64 gradients are always float64. Values beyond the
-            type's largest are cut off; ``Compression.stats()["saturated_steps"]`` counts the steps
-            in which that happens in float16.
+        wire_dtype: Data type in which factors are sent: ``"int8"``, ``"int4"`` or
+            ``torch.bfloat16``. The quantization error goes to the residual. None: float32.
+            Gradients that aren't compressed, such as all in float64, are never rounded.
+        residual_dtype: Data type of the residual: ``torch.float32`` or ``torch.bfloat16``.
         check_every: Number of steps between two checks that the factors are equal on all processes.
             If they differ, a warning names the parameter and the ranks, all processes take rank
             0's factors, and ``Compression.stats()["differences"]`` counts it. 0: never check.
@@ -107,33 +103,8 @@ class Options:
     def __post_init__(self) -> None:
         for name, type_name in _types():
             object.__setattr__(self, name, typed(name, type_name, getattr(self, name)))
-        self._core().validate()
+        to_core(self).validate()
         _check_inner(self.inner)
-
-    def _core(self) -> _C.Options:
-        """Returns the same options as a value of the C++ core."""
-        core = _C.Options()
-        for name, value in self._plain().items():
-            try:
-                setattr(core, name, value)
-            except TypeError:  # The value is out of the C++ type's range.
-                raise must_be(name, "a 64-bit integer", value) from None
-            except ValueError as error:  # The value names no scope or dtype.
-                _, _, allowed = cut(str(error)).partition(" must be ")
-                raise ValueError(f"{name} must be {allowed}") from None
-        return core
-
-    @classmethod
-    def _from_core(cls, core: _C.Options) -> Options:
-        """Returns the options that a value of the C++ core holds."""
-        return cls(**{name: getattr(core, name) for name in _NAMES})
-
-    def _plain(self) -> dict[str, Any]:
-        """Returns the fields as JSON types, for messages and checkpoints."""
-        return {
-            name: dtype_name(value) if isinstance(value, torch.dtype) else value
-            for name, value in dataclasses.asdict(self).items()
-        }
 
     @classmethod
     def hook_defaults(cls, **fields: Any) -> Options:
@@ -171,6 +142,34 @@ def _types() -> list[tuple[str, str]]:
 
 
 _NAMES = [name for name, _ in _types()]
+
+
+def to_core(options: Options) -> _C.Options:
+    """Returns the same options as a value of the C++ core."""
+    core = _C.Options()
+    for name, value in to_plain(options).items():
+        try:
+            setattr(core, name, value)
+        except TypeError:  # The value is out of the C++ type's range.
+            raise must_be(name, "a 64-bit integer", value) from None
+        except ValueError as error:  # The value names no scope or dtype.
+            _, _, allowed = cut(str(error)).partition(" must be ")
+            raise ValueError(f"{name} must be {allowed}") from None
+    return core
+
+
+def from_core(core: _C.Options) -> Options:
+    """Returns the options that a value of the C++ core holds."""
+    return Options(**{name: getattr(core, name) for name in _NAMES})
+
+
+def to_plain(options: Options) -> dict[str, Any]:
+    """Returns the fields as JSON types, for messages and checkpoints."""
+    return {
+        name: dtype_name(value) if isinstance(value, torch.dtype) else value
+        for name, value in dataclasses.asdict(options).items()
+    }
+
 
 _configured: Options | None = None
 

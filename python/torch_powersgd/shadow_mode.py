@@ -11,17 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
+from torch_powersgd.agreement import agree
 from torch_powersgd.ddp import Hook, check_hook, check_module, parameters_of
 from torch_powersgd.group_backends import BACKENDS, find_backend
 from torch_powersgd.matrices import as_reals
-from torch_powersgd.options import Options, lay_over
+from torch_powersgd.option_values import require
+from torch_powersgd.options import Options, lay_over, to_core, to_plain
 from torch_powersgd.scope import scope
-from torch_powersgd.store_agreement import equality_of, next_call
+from torch_powersgd.store_agreement import equality_of
 
 RANKS = (1, 4, 16)
 STEPS = 50
@@ -71,7 +72,7 @@ class Comparison:
         backend = find_backend(self._group, device)
         assert backend is not None
         named = list(parameters), self.parameters
-        self.models = [_C.BucketReducer(backend, *named, each._core()) for each in options]
+        self.models = [_C.BucketReducer(backend, *named, to_core(each)) for each in options]
         self._sizes = [as_reals(parameter).numel() for parameter in self.parameters]
         # Squared norms by parameter, of each setting's errors and of the gradients.
         count = len(self.parameters)
@@ -247,8 +248,8 @@ def shadow(
     Raises:
         ValueError: If an argument is invalid or the ranks' arguments differ, on every rank.
     """
-    if not isinstance(ddp, DistributedDataParallel):
-        raise ValueError(f"shadow takes a DistributedDataParallel module, got {type(ddp).__name__}")
+    fits = isinstance(ddp, DistributedDataParallel)
+    require(fits, "ddp", "a DistributedDataParallel module", type(ddp))
 
     def make() -> tuple[list[Options], dict[str, Any]]:
         compared = _options_of(ranks, steps, options)
@@ -256,20 +257,19 @@ def shadow(
         check_hook(ddp, replaceable="")
         if ddp.process_group.size() == 1:
             raise ValueError("shadow needs a group of at least two ranks, got one")
-        return compared, {**compared[0]._plain(), "ranks": list(ranks), "steps": steps}
+        return compared, {**to_plain(compared[0]), "ranks": list(ranks), "steps": steps}
 
-    call = next_call(ddp.process_group, "shadow", default_pg_timeout)
-    compared, _ = call.agree_on(make, equality_of("the arguments of shadow"))
+    compare = equality_of("the arguments of shadow")
+    compared, _ = agree(ddp.process_group, "shadow", make, compare)
     return Shadow(ddp, compared, steps)
 
 
 def _options_of(
     ranks: Sequence[int], steps: int, given: Options | Mapping[str, Any] | None
 ) -> list[Options]:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be an integer >= 1, got {steps!r}")
-    if len(ranks) == 0 or len(set(ranks)) < len(ranks):
-        raise ValueError(f"ranks must be one or more distinct integers >= 1, got {list(ranks)}")
+    require(isinstance(steps, int) and steps >= 1, "steps", "an integer >= 1", steps)
+    fits = 0 < len(set(ranks)) == len(ranks)
+    require(fits, "ranks", "one or more distinct integers >= 1", list(ranks))
     base = lay_over(Options(), given, "options of shadow")
     return [
         dataclasses.replace(base, matrix_approximation_rank=rank, start_powerSGD_iter=0)

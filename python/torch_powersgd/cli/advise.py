@@ -77,7 +77,8 @@ def add(commands: Any) -> None:
     add_ranks(command, RANKS)
     command.add_argument(
         "--wire-dtype", choices=WIRES, nargs="+", default=[RECOMMENDED_WIRE], metavar="DTYPE",
-        help=f"wire dtypes of the factors to compare: {', '.join(WIRES)} ({RECOMMENDED_WIRE})",
+        help=f"wire dtypes of the factors to compare: {', '.join(WIRES)} ({RECOMMENDED_WIRE}); "
+        "none sends float32",
     )  # fmt: skip
     step = command.add_mutually_exclusive_group()
     step.add_argument(
@@ -103,7 +104,7 @@ def _job_of(arguments: argparse.Namespace, device: torch.device) -> Job:
             matrix_approximation_rank=rank,
             min_compression_rate=arguments.min_compression_rate,
             start_powerSGD_iter=0,
-            wire_dtype=wire,
+            wire_dtype=WIRES[wire],
         )
         for wire, rank in itertools.product(
             dict.fromkeys(arguments.wire_dtype), sorted(set(arguments.ranks))

@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from torch_powersgd.cli.verdict import RECOMMENDED
 from torch_powersgd.option_values import dtype_name
 
-WIRES = ["float32", "bfloat16", "float16", "int8", "int4"]
-RECOMMENDED_WIRE = dtype_name(RECOMMENDED.wire_dtype or torch.float32)
+WIRES = {"none": None, "bfloat16": "bfloat16", "int8": "int8", "int4": "int4"}
+RECOMMENDED_WIRE = dtype_name(RECOMMENDED.wire_dtype or "none")
 FACTORY_FORM = "def make_model(): return MyModel()"
 STEP_FORM = "def train_step(model): model(inputs).mean().backward()"
 

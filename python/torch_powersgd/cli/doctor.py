@@ -24,7 +24,7 @@ from torch_powersgd.cli.arguments import count
 from torch_powersgd.cli.group_check import check, gloo_listening, is_loopback
 from torch_powersgd.cli.tables import say
 from torch_powersgd.group_backends import device_types
-from torch_powersgd.options import Options, from_environment, unknown_variables
+from torch_powersgd.options import Options, from_environment, to_core, unknown_variables
 
 Rows = list[tuple[str, str]]
 PACKAGES = (
@@ -279,7 +279,7 @@ def _failing_kernels() -> Iterator[str]:
         gradient = torch.outer(rows, columns).to(device).flatten() / (48 * 32)
         output = gradient.clone()
         try:
-            core = Options.hook_defaults(start_powerSGD_iter=0)._core()
+            core = to_core(Options.hook_defaults(start_powerSGD_iter=0))
             compressor = _C.BucketCompressor([[48, 32]], core, torch.float32, device)
             compressor.project(output, 0)
             compressor.orthogonalize()

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from torch_powersgd._core import _C
-from torch_powersgd.options import Options
+from torch_powersgd.options import Options, to_core
 
 # DDP's defaults: the first bucket, and all others.
 BUCKET_BYTES = [1 << 20, 25 << 20]
@@ -100,22 +100,24 @@ def footprint_of(
     return total
 
 
-def matrices_of(shapes: list[Shape], options: Options) -> list[tuple[int, int, int]]:
+def matrices_of(
+    shapes: list[Shape], options: Options, dtype: torch.dtype = torch.float32
+) -> list[tuple[int, int, int]]:
     """The rows, the columns and the rank of each parameter that is compressed."""
-    core = options._core()
-    found = [_C.matrix_shape(shape, []) for shape in shapes]
-    return [(*m, _C.effective_rank(*m, core)) for m in found if _C.should_compress(*m, core)]
+    core = to_core(options)
+    found = [(*_C.matrix_shape(s, []), _C.matrix_rank(s, core, dtype)) for s in shapes]
+    return [matrix for matrix in found if matrix[2]]
 
 
 def _bucket_footprint(
     shapes: list[Shape], options: Options | None, dtype: torch.dtype, world_size: int
 ) -> Footprint:
     gradient_bytes = elements_of(shapes) * dtype.itemsize
-    matrices = matrices_of(shapes, options) if options is not None else []
+    matrices = matrices_of(shapes, options, dtype) if options is not None else []
     if options is None or not matrices:
         # A bucket without a compressed matrix is sent whole, in its own dtype.
         return Footprint(gradient_bytes, gradient_bytes)
-    core = options._core()
+    core = to_core(options)
     device = "cuda" if _C.has_kernels("cuda") else "cpu"
     memory = _C.memory_needs(shapes, core, dtype, device, world_size)
     reduced = _C.traffic_of(shapes, core, dtype, device, world_size)

@@ -24,9 +24,9 @@ from torch_powersgd.cli.arguments import (
 from torch_powersgd.cli.footprint import Footprint, assign_buckets, footprint_of
 from torch_powersgd.cli.tables import GAP, Table, say, terminal_width
 from torch_powersgd.cli.verdict import RECOMMENDED
-from torch_powersgd.matrices import as_reals, highest_rank
+from torch_powersgd.matrices import as_reals, exact_dtypes, highest_rank
 from torch_powersgd.option_values import dtype_name
-from torch_powersgd.options import Options
+from torch_powersgd.options import Options, to_core
 from torch_powersgd.stats import ratio
 from torch_powersgd.units import size_text
 
@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     plan.add_argument(
         "--wire-dtype", choices=WIRES, default=RECOMMENDED_WIRE, metavar="DTYPE",
-        help=f"wire dtype of the factors: {', '.join(WIRES)} (%(default)s)",
+        help=f"wire dtype of the factors: {', '.join(WIRES)} (%(default)s); none sends float32",
     )  # fmt: skip
     shown = plan.add_mutually_exclusive_group()
     shown.add_argument(
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = Options(
         matrix_approximation_rank=arguments.rank,
         min_compression_rate=arguments.min_compression_rate,
-        wire_dtype=arguments.wire_dtype,
+        wire_dtype=WIRES[arguments.wire_dtype],
     )
     print_plan(make_model(arguments.model), options, None if arguments.all else arguments.top)
     return 0
@@ -94,14 +94,10 @@ class Row:
 
 def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
     """A row for each parameter that requires a gradient, in the order of the model."""
-    core = options._core()
+    core = to_core(options)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     reals = [as_reals(p) for _, p in named]
-    matrices = [_C.matrix_shape(list(p.shape), []) for p in reals]
-    ranks = [
-        _C.effective_rank(*matrix, core) if _C.should_compress(*matrix, core) else 0
-        for matrix in matrices
-    ]
+    ranks = [_C.matrix_rank(list(p.shape), core, p.dtype) for p in reals]
     rows: dict[int, Row] = {}
     for bucket in assign_buckets(reals):
         compressed = any(ranks[i] for i in bucket)
@@ -200,7 +196,10 @@ def summary(
     wire = dtype_name(options.wire_dtype or torch.float32)
     setting = f"matrix rank {options.matrix_approximation_rank} with factors in {wire}"
     frozen = sum(1 for p in model.parameters() if not p.requires_grad)
+    exact = exact_dtypes(p for p in model.parameters() if p.requires_grad)
     ignored = [f"Parameters without a gradient, which are left out: {frozen}."] if frozen else []
+    if exact:
+        ignored.append(f"Parameters in {exact} are averaged exactly.")
     if not footprint.compressed:
         highest = highest_rank(model.parameters(), options)
         return [

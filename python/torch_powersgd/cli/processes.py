@@ -10,14 +10,14 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
+from torch_powersgd.agreement import agree
 from torch_powersgd.group_backends import BACKENDS
-from torch_powersgd.store_agreement import equality_of, next_call
+from torch_powersgd.store_agreement import equality_of
 
 PEERS, PINGS = 8, 5  # processes whose delay is measured, and messages to each
 
@@ -60,23 +60,19 @@ def on_every_process(make: Callable[[], T], outline: Callable[[T], str] = lambda
         SharedError: on every process alike, if the call fails on any process (the message names
             it) or the outlines differ.
     """
-
-    def outlined() -> tuple[T, dict[str, str]]:
-        try:
-            made = make()
-            return made, {"outline": outline(made)}
-        except ValueError:
-            raise
-        except Exception as error:
-            traceback.print_exc()
-            raise ValueError(f"{type(error).__name__}: {error}") from None
-
     group = dist.group.WORLD
     assert group is not None
-    call = next_call(group, "advise", default_pg_timeout)
+
+    def make_with_outline() -> tuple[T, dict[str, Any]]:
+        made = make()
+        return made, {"outline": outline(made)}
+
     try:
-        return call.agree_on(outlined, equality_of("the model and the arguments"))[0]
+        compare = equality_of("the model and the arguments")
+        return agree(group, "advise", make_with_outline, compare)[0]
     except ValueError as error:
+        if not isinstance(error.__context__, ValueError | None):
+            traceback.print_exception(error.__context__)
         raise SharedError(str(error)) from None
 
 

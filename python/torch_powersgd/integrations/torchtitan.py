@@ -22,7 +22,7 @@ from torch_powersgd._backend import NAME
 from torch_powersgd.attach import attach
 from torch_powersgd.integrations.libraries import overrides
 from torch_powersgd.option_values import require
-from torch_powersgd.options import Options, configure
+from torch_powersgd.options import Options, configure, to_plain
 
 try:
     import tyro
@@ -55,7 +55,7 @@ def compressed(config: Trainer.Config, options: Options | None = None) -> Traine
     fits = type(config) is Trainer.Config
     require(fits, "config", "a torchtitan Trainer.Config", type(config))
     # A config holds plain values, which torchtitan writes as JSON.
-    plain = dataclasses.replace(options or Options(), scope="attached")._plain()
+    plain = to_plain(dataclasses.replace(options or Options(), scope="attached"))
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     made: Trainer.Config = CompressedTrainer.Config(**fields, powersgd=plain)
     made.training.disable_cuda_graphs = True

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Local steps: each process trains on its own, and the changes are averaged at intervals.
 
-``steps.py`` counts the steps and makes the rounds, ``fragment.py`` is one round of some parameters,
-and ``diloco.py`` has an outer optimizer.
+``schedule.py`` says when rounds begin and end, ``rounds.py`` makes them, ``fragment.py`` is one
+round of some parameters, and ``diloco.py`` has an outer optimizer. ``steps.py`` is the interface.
+The other files check, save, count and watch.
 """
 
 from torch_powersgd.local_steps.diloco import DiLoCo

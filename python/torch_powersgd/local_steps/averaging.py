@@ -12,6 +12,7 @@ import gc
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,9 +106,9 @@ def check(ddp: DistributedDataParallel) -> None:
 
 
 def wrappers_of(
-    parameters: Collection[int], group: dist.ProcessGroup
+    parameters: Collection[torch.Tensor], group: dist.ProcessGroup
 ) -> list[DistributedDataParallel]:
-    """Returns what averages the gradients of parameters, by their ids, over the group.
+    """Returns what averages the gradients of parameters over the group.
 
     A module doesn't know its wrapper, so this looks at all objects. A wrapper with a hook, such as
     torch's post_localSGD_hook, averages what the hook says.
@@ -117,7 +118,7 @@ def wrappers_of(
     for ddp in [thing for thing in gc.get_objects() if type(thing) in kinds]:
         if ddp.__dict__.get("_comm_hooks", True) or not same_processes(ddp.process_group, group):
             continue
-        trained = {id(p): name for name, p in ddp.module.named_parameters() if p.requires_grad}
+        trained = {p: name for name, p in ddp.module.named_parameters() if p.requires_grad}
         others = [name for p, name in trained.items() if p not in parameters]
         if len(others) == len(trained):
             continue

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,57 +24,13 @@ from torch_powersgd.group_backends import group_or_default
 from torch_powersgd.local_steps import averaging
 from torch_powersgd.local_steps.averaging import known_ranks, same_processes
 from torch_powersgd.local_steps.fragment import Tensors, reshard
+from torch_powersgd.local_steps.rounds import Found
+from torch_powersgd.local_steps.schedule import Schedule, split
 from torch_powersgd.local_steps.watch import takes_local_steps
-from torch_powersgd.option_values import is_bool, require
+from torch_powersgd.option_values import require
 from torch_powersgd.reduction_checks import parameters_of
 from torch_powersgd.store_agreement import Compare, equality_of
 from torch_powersgd.targets import shard_of
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When rounds begin and end, by the arguments of ``LocalSGD``."""
-
-    sync_every: int
-    fragments: int = 1
-    fragment_sync_delay: int = 0
-    warmup_steps: int = 0
-
-    def check(self) -> None:
-        """Raises a ValueError that names a field, its value and what is allowed."""
-        for name, least in (
-            ("sync_every", 1),
-            ("warmup_steps", 0),
-            ("fragments", 1),
-            ("fragment_sync_delay", 0),
-        ):
-            value = getattr(self, name)
-            fits = isinstance(value, int) and not is_bool(value) and value >= least
-            require(fits, name, f"an integer >= {least}", value)
-        whole, period = self.sync_every, f"sync_every={self.sync_every}"
-        require(whole % self.fragments == 0, "fragments", f"a divisor of {period}", self.fragments)
-        delay = self.fragment_sync_delay
-        require(delay < whole, "fragment_sync_delay", f"less than {period}", delay)
-
-    def due(self, step: int) -> tuple[int | None, int | None]:
-        """Returns the fragments whose rounds begin and end after a step, counted from 1."""
-        begins = step > self.warmup_steps
-        return self._ends(step + self.fragment_sync_delay) if begins else None, self._ends(step)
-
-    def _ends(self, step: int) -> int | None:
-        number, place = divmod(step - self.warmup_steps, self.sync_every // self.fragments)
-        return (number - 1) % self.fragments if number > 0 and place == 0 else None
-
-
-@dataclass(frozen=True)
-class Found:
-    """The parts of a model that take local steps."""
-
-    group: dist.ProcessGroup
-    model: torch.nn.Module  # inside of DDP
-    parts: list[Tensors]
-    buffers: list[str]  # those to average
-    shared: Tensors  # all that must be equal at the start
 
 
 @dataclass(frozen=True)
@@ -160,6 +115,7 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
     return Found(
         group,
         module,
+        trained,
         split(trained, schedule.fragments),
         floating if arguments.average_buffers else [],
         {name: shard_of(tensor.detach()) for name, tensor in (everything | buffers).items()},
@@ -180,9 +136,9 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
 
 def _check_held(optimizers: Sequence[Optimizer], trained: Tensors) -> None:
     """Raises a ValueError if the steps of an optimizer don't train the model."""
-    ids = {id(parameter) for parameter in trained.values()}
+    parameters = {*trained.values()}
     for optimizer in optimizers:
-        if not any(id(parameter) in ids for parameter in parameters_of(optimizer)):
+        if parameters.isdisjoint(parameters_of(optimizer)):
             raise ValueError(
                 "optimizer must hold trainable parameters of the model, but "
                 f"{type(optimizer).__name__} holds none of them. One that holds copies, such as "
@@ -238,24 +194,3 @@ def _splits(
     for optimizer in optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             yield "ZeroRedundancyOptimizer", optimizer.process_group
-
-
-def split(parameters: Tensors, count: int) -> list[Tensors]:
-    """Splits the parameters, in order, into ``count`` parts of about as many elements each."""
-    named = list(parameters.items())
-    reached = list(itertools.accumulate(parameter.numel() for _, parameter in named))
-    parts, begin = [], 0
-    for part in range(1, count + 1):
-        end, last = begin + 1, len(named) - (count - part)  # leaves one for each later part
-        while end < last and (part == count or reached[end - 1] * count < reached[-1] * part):
-            end += 1
-        parts.append(dict(named[begin:end]))
-        begin = end
-    return parts
-
-
-def lay_under(options: Any, warmup_steps: int) -> Any:
-    """Returns the options of ``attach``: compression starts with the rounds after the warm-up."""
-    if options is None or isinstance(options, Mapping):
-        return {"start_powerSGD_iter": warmup_steps, **(options or {})}
-    return options

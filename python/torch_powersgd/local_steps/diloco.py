@@ -59,8 +59,8 @@ class DiLoCo(LocalSGD):
         differs = all(outer is not optimizer for optimizer in self.optimizers)
         wanted = "another optimizer than optimizer, because its steps are the rounds"
         require(differs, "outer_optimizer", wanted, type(outer))
-        held = {id(p) for group in outer.param_groups for p in group["params"]}
-        if missing := [name for name, p in trained.items() if id(p) not in held]:
+        held = {p for group in outer.param_groups for p in group["params"]}
+        if missing := [name for name, p in trained.items() if p not in held]:
             raise ValueError(
                 "outer_optimizer must hold all trainable parameters of the model, but it lacks "
                 f"{missing[0]!r}"
@@ -118,4 +118,7 @@ class DiLoCo(LocalSGD):
 
     def _load_outer_optimizer(self, state: dict[str, Any]) -> None:
         moved = {i: entry for i, entry in state["state"].items() if i in state["moved"]}
-        self.outer_optimizer.load_state_dict(copy.deepcopy({**state, "state": moved}))
+        pairs = zip(self.outer_optimizer.param_groups, state["param_groups"], strict=True)
+        groups = [{**present, **saved} for present, saved in pairs]
+        loaded = {"state": moved, "param_groups": groups}
+        self.outer_optimizer.load_state_dict(copy.deepcopy(loaded))

@@ -65,6 +65,7 @@ class Fragment:
         self.parameters = parameters
         self.anchors = {name: at_least_float32(p).clone() for name, p in parameters.items()}
         self.compression = compress(NamedTensors(self.anchors), options, group)
+        self.attachment = self.compression.attachment
         self._round: _Round | None = None
 
     @property
@@ -75,7 +76,7 @@ class Fragment:
     @property
     def round_bytes(self) -> int:
         """The bytes that a compressed round sends."""
-        return self.compression._reducer.states.outline().bytes_after
+        return self.attachment.reducer.states.outline().bytes_after
 
     @property
     def in_flight(self) -> bool:
@@ -102,13 +103,14 @@ class Fragment:
         firsts = [change.view(-1)[:1] for change in changes]
         # A list, because the host would wait for a single scalar.
         torch._foreach_add_(firsts, [sent.view(1)] * len(firsts))
-        work = self.compression._all_reduce(changes, find_absent)
+        work = self.attachment.all_reduce(changes, find_absent)
         self._round = _Round(work, changes, buffers, begun_at, sent)
 
     def _allocate(self, like: List) -> tuple[List, List]:
         """Returns empty tensors, which lie side by side in a buffer for each bucket, and these."""
         tensors, buffers = {}, []
-        for bucket in self.compression._buckets:
+        assert self.attachment.tensors is not None
+        for bucket in self.attachment.tensors.buckets:
             sizes = [like[i].numel() for i in bucket]
             buffers.append(like[bucket[0]].new_empty(sum(sizes)))
             for i, part in zip(bucket, buffers[-1].split(sizes), strict=True):
@@ -166,7 +168,7 @@ class Fragment:
     def restart(self) -> None:
         """Makes the parameters, which are equal on all processes, the anchors of a first round."""
         self.discard()
-        states = self.compression._reducer.states
+        states = self.attachment.reducer.states
         local = states.export_local()
         for of in local:
             for part in (of.memory, of.q_local):  # The residual is memory - p_hat q_local^T.

@@ -7,10 +7,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
-from torch_powersgd import checksum
+from torch_powersgd import schema
+from torch_powersgd.agreement import agree
 from torch_powersgd.local_steps.fragment import Tensors
-from torch_powersgd.targets import shard_of
+from torch_powersgd.store_agreement import equality_of
 
 
 class Loads:
@@ -38,10 +40,15 @@ class Loads:
         ]
 
     def checksum(self) -> int:
-        total = 0
-        for parameter in self._parameters.values():
-            total = checksum.of_tensor(shard_of(parameter.detach()), total)
-        return total
+        return schema.checksum(self._parameters)
+
+    def agree(self, kind: str, group: dist.ProcessGroup) -> None:
+        """Raises a ValueError unless all processes of a class's group hold the same. Collective."""
+        compare = equality_of(
+            f"the models that are loaded after {kind} was created, without a state of {kind},"
+        )
+        mine = {"checksum of the parameters": self.checksum()}
+        agree(group, f"load_state_dict of the model of {kind}", lambda: (None, mine), compare)
 
     def begin(self) -> None:
         """Forgets what was loaded before a step."""

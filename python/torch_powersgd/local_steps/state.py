@@ -3,53 +3,48 @@
 
 from __future__ import annotations
 
-import sys
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torch_powersgd import checksum
+from torch_powersgd import schema
+from torch_powersgd.agreement import agree
 from torch_powersgd.checkpoint import Loaded
-from torch_powersgd.checkpoint_checks import LARGEST_STEP, is_dense, is_in_memory
-from torch_powersgd.group_backends import next_call_on
 from torch_powersgd.local_steps.fragment import Fragment
-from torch_powersgd.option_values import shown
-from torch_powersgd.store_agreement import equality_of, error_as_arguments
-from torch_powersgd.targets import shard_of
+from torch_powersgd.option_values import require
+from torch_powersgd.schema import Exactly, Schema
+from torch_powersgd.store_agreement import equality_of
 
-VERSION = 1
+# The fields of a checksum. That of the outer optimizer leaves the hyperparameters out, because a
+# scheduler adds some.
+_NUMBERS = ("version", "kind", "step", "rounds")
+_OUTER = ("state", "moved")
+_ANCHORS = ("anchors",)
 
-
-@dataclass(frozen=True)
-class Progress:
-    """The part of a state that doesn't belong to the fragments.
-
-    Attributes:
-        kind: Name of the class.
-        step, rounds: Numbers of steps and rounds taken.
-        outer_optimizer: State of the outer optimizer, if there is one.
-    """
-
-    kind: str
-    step: int
-    rounds: int
-    outer_optimizer: dict[str, Any] | None
+# The part of a state besides the fragments: the ``kind`` of local steps, which is the name of the
+# class, the numbers ``step`` and ``rounds``, and the state of the ``outer_optimizer`` or None.
+Progress = dict[str, Any]
 
 
 def of(progress: Progress, fragments: Sequence[Fragment], per_rank: bool) -> dict[str, Any]:
     """Returns the state. Collective without ``per_rank``."""
-    parts = {
+    key = _checksum_key(fragments)
+    parts: dict[str, Any] = {
         str(i): {
             "anchors": {name: anchor.clone() for name, anchor in fragment.anchors.items()},
             "compression": fragment.compression.state_dict(per_rank),
         }
         for i, fragment in enumerate(fragments)
     }
-    return {"version": VERSION, **vars(progress), "fragments": parts}
+    for name, part in parts.items():
+        part[key] = schema.sum_of(name, part, _ANCHORS)
+    if outer := progress["outer_optimizer"]:
+        outer[key] = schema.sum_of("", outer, _OUTER)
+    state = {"version": schema.VERSION, **progress, "fragments": parts}
+    state[schema.CHECKSUM] = schema.sum_of("", state, _NUMBERS)
+    return state
 
 
 def load(
@@ -60,125 +55,79 @@ def load(
     Returns:
         What takes the place of the present progress.
     """
-    loaded: list[Loaded] = []
-    try:
-        loaded = _check(now, fragments, state)
-        mine = {"step": state["step"], "rounds": state["rounds"], "checksum": _content(state)}
-        mine["fragments"] = [compression.plain() for compression in loaded]
-    except Exception as invalid:  # Of any type: the other processes wait for it.
-        mine = error_as_arguments(invalid)
-    function = f"{now.kind}.load_state_dict"
-    next_call_on(group, function).agree(mine, equality_of(f"the states that {function} loads"))
-    parts = zip(fragments, state["fragments"].values(), loaded, strict=True)
-    for fragment, saved, compression in parts:
+    function = f"{now['kind']}.load_state_dict"
+    same = equality_of(f"the states that {function} loads")
+    loaded, _ = agree(group, function, lambda: _read(now, fragments, state), same)
+    parts = [state["fragments"][str(i)] for i in range(len(fragments))]
+    for fragment, part, compression in zip(fragments, parts, loaded, strict=True):
         fragment.discard()  # Its mean would move parameters that may have been loaded already.
-        compression.into(fragment.compression._reducer.states)
+        compression.into(fragment.attachment.reducer.states)
         with torch.no_grad():
             for name, anchor in fragment.anchors.items():
-                anchor.copy_(saved["anchors"][name])
-        if compression.mean is not None:
+                anchor.copy_(part["anchors"][name])
+        if not compression.per_rank:
             fragment.reset()
-    return Progress(**{field.name: state.get(field.name) for field in fields(Progress)})
+    return {field: state[field] for field in now}
 
 
-def _check(now: Progress, fragments: Sequence[Fragment], state: Any) -> list[Loaded]:
-    """Returns the compressions of a state, checked. It raises a ValueError if one doesn't fit."""
-    _require(isinstance(state, dict), "type", "a dict", type(state).__name__)
-    if "kind" not in state:
-        raise ValueError(
-            f"the state must be what {now.kind}.state_dict() returned, got one with the keys "
-            f"{shown(sorted(map(str, state))[:5])}"
-        )
-    for field, wanted in (("version", VERSION), ("kind", now.kind)):
-        value = state.get(field)
-        _require(type(value) is type(wanted) and value == wanted, field, repr(wanted), value)
-    for field in ("step", "rounds"):
-        value = state.get(field)
-        fits = type(value) is int and 0 <= value <= LARGEST_STEP
-        _require(fits, field, "an integer from 0 to 2**62", value)
-    _check_outer(now.outer_optimizer, state.get("outer_optimizer"))
-    saved = state.get("fragments")
-    names = [str(i) for i in range(len(fragments))]
-    fits = isinstance(saved, dict) and list(saved) == names
-    _require(fits, "fragments", f"a dict of {len(names)} entries", saved)
-    loaded = []
-    for fragment, (name, part) in zip(fragments, saved.items(), strict=True):
-        fits = isinstance(part, dict) and {"anchors", "compression"} <= part.keys()
-        _require(fits, f"fragment {name}", "a dict of anchors and compression", part)
-        _check_form("anchors", fragment.anchors, part["anchors"])
-        loaded.append(fragment.compression._read(part["compression"]))
-    kinds = {compression.mean is None for compression in loaded}
-    _require(len(kinds) == 1, "per_rank", "the same in all fragments", kinds)
-    return loaded
+def _read(
+    now: Progress, fragments: Sequence[Fragment], state: Any
+) -> tuple[list[Loaded], dict[str, Any]]:
+    """Returns the compressions of a state, checked, and what must be equal on all processes."""
+    parts = {
+        str(i): {"anchors": schema.like(fragment.anchors), "compression": schema.anything}
+        for i, fragment in enumerate(fragments)
+    }
+    header = {
+        "version": schema.equal_to(schema.VERSION),
+        "kind": schema.equal_to(now["kind"]),
+        "step": schema.count,
+        "rounds": schema.count,
+        "outer_optimizer": _of_outer(now["outer_optimizer"]),
+        "fragments": Exactly(parts),
+    }
+    schema.check("", state, header)
+    key = _checksum_key(fragments)
+    sums, loaded = [schema.verify("", "", state, _NUMBERS)], []
+    if outer := state["outer_optimizer"]:
+        sums.append(schema.verify("outer_optimizer", "", outer, _OUTER, key))
+        sums.append(schema.checksum(outer["param_groups"]))
+    for i, fragment in enumerate(fragments):
+        place, part = schema.entry("fragments", str(i)), state["fragments"][str(i)]
+        sums.append(schema.verify(place, str(i), part, _ANCHORS, key))
+        of_compression = schema.entry(place, "compression")
+        loaded.append(fragment.attachment.read(part["compression"], of_compression))
+    kinds = {compression.per_rank for compression in loaded}
+    require(len(kinds) == 1, "per_rank of the checkpoint", "the same in all fragments", kinds)
+    same = {"step": state["step"], "rounds": state["rounds"], "checksum": schema.checksum(sums)}
+    return loaded, {**same, "fragments": [compression.same for compression in loaded]}
 
 
-def _check_outer(now: dict[str, Any] | None, saved: Any) -> None:
-    field = "outer_optimizer"
+def _of_outer(now: dict[str, Any] | None) -> Schema:
+    """Returns the schema of an outer optimizer's state, by its present one."""
     if now is None:
-        _require(saved is None, field, "None", saved)
-        return
-    fits = isinstance(saved, dict) and {"param_groups", "state", "moved"} <= saved.keys()
-    _require(fits, field, "that of the same kind of optimizer and parameters", saved)
-    _check_form(f"{field}['state']", now["state"], saved["state"])
-    moved = saved["moved"]
-    fits = isinstance(moved, list) and all(type(i) is int and i in now["state"] for i in moved)
-    _require(fits, f"{field}['moved']", "a list of the numbers of parameters", moved)
-    groups, count = saved["param_groups"], len(now["param_groups"])
-    fits = isinstance(groups, list) and len(groups) == count
-    _require(fits, f"{field}['param_groups']", f"a list of {count} dicts", groups)
-    for i, (group, found) in enumerate(zip(now["param_groups"], groups, strict=True)):
-        place = f"{field}['param_groups'][{i}]"
-        _require(isinstance(found, dict) and "params" in found, place, "a dict with params", found)
-        shared = [key for key in group if key in found]  # A scheduler adds keys.
-        _check_form(place, {k: group[k] for k in shared}, {k: found[k] for k in shared})
+        return schema.equal_to(None)
+
+    def are_numbers(value: Any) -> bool:
+        return isinstance(value, list) and all(type(i) is int and i in now["state"] for i in value)
+
+    return {
+        "state": schema.like(now["state"]),
+        "moved": schema.rule("a list of the numbers of parameters", are_numbers),
+        "param_groups": [_of_group(group) for group in now["param_groups"]],
+    }
 
 
-def _check_form(place: str, now: Any, saved: Any) -> None:
-    """Raises a ValueError unless a saved value is finite, and of the present one's form."""
-    if isinstance(now, dict):
-        fits = isinstance(saved, dict) and saved.keys() == now.keys()
-        _require(fits, place, f"a dict of {shown([*now])}", saved)
-        for key, value in now.items():
-            _check_form(f"{place}[{key!r}]", value, saved[key])
-    elif isinstance(now, (list, tuple)):
-        fits = isinstance(saved, (list, tuple)) and len(saved) == len(now)
-        _require(fits, place, f"a list of {len(now)} items", saved)
-        for i, (value, found) in enumerate(zip(now, saved, strict=True)):
-            _check_form(f"{place}[{i}]", value, found)
-    elif isinstance(now, torch.Tensor):
-        wanted = f"a finite dense tensor, {now.dtype} {list(now.shape)}"
-        _require(_is_like(now, saved), place, wanted, saved)
-    elif isinstance(now, (int, float)) and not isinstance(now, bool):
-        fits = type(saved) in (int, float) and abs(saved) <= sys.float_info.max
-        _require(fits, place, "a finite number", saved)
-    elif now is not None:
-        _require(type(saved) is type(now), place, f"of type {type(now).__name__}", saved)
+def _of_group(now: dict[str, Any]) -> Schema:
+    def check_group(place: str, value: Any) -> None:
+        schema.check(place, value, {"params": schema.like(now["params"])})
+        shared = {key: schema.like(now[key]) for key in now if key in value}
+        schema.check(place, value, shared)  # A scheduler adds keys.
+
+    return check_group
 
 
-def _is_like(now: torch.Tensor, saved: Any) -> bool:
-    if not is_dense(saved, type(now)) or (saved.shape, saved.dtype) != (now.shape, now.dtype):
-        return False
-    part = shard_of(saved.detach())
-    return is_in_memory(part) and bool(part.isfinite().all())
-
-
-def _content(state: dict[str, Any]) -> int:
-    """Returns a checksum of what must be equal on all processes, which has been checked."""
-    outer = state.get("outer_optimizer") or {"state": {}, "param_groups": []}
-    groups = [
-        {key: value for key, value in group.items() if not isinstance(value, torch.Tensor)}
-        for group in outer["param_groups"]
-    ]
-    total = zlib.crc32(repr(groups).encode())
-    anchors = [part["anchors"] for part in state["fragments"].values()]
-    for entry in (*anchors, *outer["state"].values()):
-        for name, value in entry.items():
-            total = zlib.crc32(name.encode(), total)
-            if isinstance(value, torch.Tensor):
-                total = checksum.of_tensor(shard_of(value), total)
-    return total
-
-
-def _require(fits: bool, field: str, wanted: str, got: object) -> None:
-    if not fits:
-        raise ValueError(f"{field} of the state of local steps must be {wanted}, got {shown(got)}")
+def _checksum_key(fragments: Sequence[Fragment]) -> str:
+    """Returns the key of the checksums of what this process holds, which is a shard with FSDP2."""
+    shard = fragments[0].attachment.shard
+    return f"{schema.CHECKSUM} of {shard}" if shard else schema.CHECKSUM

@@ -3,31 +3,27 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
-from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_powersgd import grad_scaler, log
+from torch_powersgd import log
 from torch_powersgd.agreement import agree
 from torch_powersgd.checkpoint import PerRank
-from torch_powersgd.local_steps import averaging, checks, counting, state, summary
-from torch_powersgd.local_steps.checks import Arguments, Schedule
-from torch_powersgd.local_steps.exact import Buffers, Frozen
+from torch_powersgd.local_steps import checks, counting, state, summary
+from torch_powersgd.local_steps.checks import Arguments
+from torch_powersgd.local_steps.exact import Frozen
 from torch_powersgd.local_steps.fragment import Fragment, Tensors, reshard
-from torch_powersgd.local_steps.loads import Loads
+from torch_powersgd.local_steps.rounds import Rounds
+from torch_powersgd.local_steps.schedule import Schedule, lay_under
 from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.local_steps.watch import Watch
 from torch_powersgd.options import Options
-from torch_powersgd.stats import ratio
-from torch_powersgd.store_agreement import absent_from, equality_of
+from torch_powersgd.store_agreement import equality_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -115,38 +111,19 @@ class LocalSGD(Stateful):
             scaler,
             self._check_trained,
         )
-        found = checks.agree(type(self).__name__, arguments)
-        self.group = found.group
-        self._model = found.model
+        kind = type(self).__name__
+        found = checks.agree(kind, arguments)
+        self.group, self._model = found.group, found.model
         shared = [*found.shared.values()]
         dist._broadcast_coalesced(self.group, shared, _BROADCAST_BYTES, 0)
-        options = checks.lay_under(options, warmup_steps)
-        self._fragments = [Fragment(part, options, self.group) for part in found.parts]
-        self._step = self._rounds = 0  # since the start of training
-        self._taken = self._dropped = 0  # by this object
+        options = lay_under(options, warmup_steps)
+        self._rounds = Rounds(kind, found, self.schedule, options, self._move)
+        self._fragments = self._rounds.fragments
+        self._frozen = Frozen(self._model)
+        self._watch = Watch(self._rounds, found, self.optimizers, scaler)
         self._ended = False
         self._last_stats: dict[str, Any] = {}  # once it has ended
-        self._buffers = Buffers(self._model, found.buffers, self.group)
-        self._frozen = Frozen(self._model)
-        trained = {name: p for part in found.parts for name, p in part.items()}
-        self._loads = Loads(self._model, trained)
-        self._counter = counting.StepCounter(self.optimizers, self._count_step)
-        self._watch = Watch(
-            type(self).__name__,
-            self.group,
-            self._model,
-            trained,
-            self._counter,
-            self._loads,
-            self._restart,
-        )
-        self._wrappers: set[DistributedDataParallel] = set()  # which average nothing
-        self._stop_averaging()
-        if scaler is not None:
-            grad_scaler.around_step(scaler, self._counter.around_scaler)
-        nbytes = self._buffers.nbytes
-        text = summary.announcement(*self._described, self._fragments, nbytes)
-        log.of(self.group).notice(text)
+        log.of(self.group).notice(summary.announcement(self._rounds))
 
     def sync(self, exact: bool = False) -> None:
         """Runs a round of all fragments now. Collective.
@@ -164,18 +141,7 @@ class LocalSGD(Stateful):
         """
         self._check_running()
         self._agree("sync", {"exact": exact})
-        self._sync(exact)
-
-    def _sync(self, exact: bool) -> None:
-        self._finish_all()
-        with contextlib.ExitStack() as paused:
-            if exact:
-                for fragment in self._fragments:
-                    paused.enter_context(fragment.compression.paused())
-            self._begin(self._fragments)
-            self._finish_all(averages=exact)
-        self._average_buffers(compressed=not exact)
-        self._watch.moved = False
+        self._rounds.sync(exact)
 
     def step_skipped(self, optimizer: Optimizer | None = None) -> None:
         """Counts a step that this process's optimizer did not take.
@@ -188,7 +154,7 @@ class LocalSGD(Stateful):
             optimizer: Which of several optimizers did not take the step. None: all that have not
                 taken it yet.
         """
-        self._counter.skip(counting.delegate_of(optimizer))
+        self._watch.counter.skip(counting.delegate_of(optimizer))
 
     def stats(self) -> dict[str, Any]:
         """Returns this process's counts. It is not collective.
@@ -200,30 +166,15 @@ class LocalSGD(Stateful):
             their own type. ``bytes_after``: what was sent. ``ratio`` of the two. ``round_ratio``:
             the same for compressed rounds and the steps between them.
         """
-        if self._last_stats:
-            return dict(self._last_stats)
-        counts = [fragment.compression._reducer.stats() for fragment in self._fragments]
-        before = self._taken * sum(fragment.gradient_bytes for fragment in self._fragments)
-        after = self._buffers.sent + sum(count["bytes_after"] for count in counts)
-        whole = sum(count["compressed_bytes_before"] for count in counts)
-        packed = sum(count["compressed_bytes_after"] for count in counts)
-        return {
-            "steps": self._step,
-            "rounds": self._rounds,
-            "dropped_rounds": self._dropped,
-            "bytes_before": before,
-            "bytes_after": after,
-            "ratio": ratio(before, after),
-            "round_ratio": self.schedule.sync_every
-            * ratio(whole, packed + self._buffers.sent_in_rounds),
-        }
+        return dict(self._last_stats or summary.stats_of(self._rounds))
 
     @torch.inference_mode(False)
     def state_dict(self, per_rank: bool = False) -> dict[str, Any]:
         """Returns the state. Collective without ``per_rank``.
 
         It holds no buffers and no frozen parameters: save the model as well. Copy the model's state
-        afterwards, because a round in flight ends first and moves the parameters.
+        afterwards, because a round in flight ends first and moves the parameters. As in the state
+        of ``Compression``, each part has a checksum ``crc32``.
 
         Args:
             per_rank: As in ``Compression.state_dict``. If False, any number of processes can load
@@ -232,7 +183,7 @@ class LocalSGD(Stateful):
                 and optimizer, and continues bit for bit.
         """
         self._check_running()
-        self._finish_all()
+        self._rounds.finish_all()
         return state.of(self._progress, self._fragments, per_rank)
 
     @torch.inference_mode(False)
@@ -243,18 +194,18 @@ class LocalSGD(Stateful):
         processes. With ``per_rank``, load the model and the optimizer as well.
 
         Raises:
-            ValueError: On every process alike and before anything changes, if the state does not
-                fit.
+            ValueError: On every process and before anything changes, if the state doesn't fit or
+                is damaged. It names the entry.
         """
         self._check_running()
         reshard(self._model)
         found = state.load(self._progress, self.group, self._fragments, state_dict)
-        self._loads.ignore()
-        self._step, self._rounds, self._watch.moved = found.step, found.rounds, True
-        if found.outer_optimizer is not None:
-            self._load_outer_optimizer(found.outer_optimizer)
+        self._watch.loaded()
+        self._rounds.steps, self._rounds.rounds = found["step"], found["rounds"]
+        if found["outer_optimizer"]:
+            self._load_outer_optimizer(found["outer_optimizer"])
         kind = type(self).__name__
-        log.of(self.group).notice(f"{kind}: loaded the state of step {self._step}")
+        log.of(self.group).notice(f"{kind}: loaded the state of step {found['step']}")
 
     @property
     def ended(self) -> bool:
@@ -273,12 +224,12 @@ class LocalSGD(Stateful):
         Each process keeps its own optimizer state, such as AdamW's moments, with which DDP's
         replicas would drift apart: to continue with DDP, create a new optimizer.
         """
-        everyone = self._agree("detach", {}, [self._watch.moved, self._frozen.changed()])
+        everyone = self._agree("detach", {}, [self._rounds.moved, self._frozen.changed()])
         if any(moved for moved, _ in everyone):
-            self._sync(exact=True)
+            self._rounds.sync(exact=True)
         reshard(self._model)
         changed = {name for _, names in everyone for name in names}
-        self._buffers.sent += self._frozen.average(changed, self.group)
+        self._rounds.buffers.sent += self._frozen.average(changed, self.group)
         self._last_stats = self.stats()
         self._end()
         for fragment in self._fragments:
@@ -292,14 +243,10 @@ class LocalSGD(Stateful):
             )
 
     def _agree(self, method: str, mine: dict[str, Any], own: Any = None) -> list[Any]:
-        """Waits until all processes make the same call after the same rounds. Collective.
-
-        Returns:
-            Their values of ``own``, which may differ.
-        """
+        """Returns ``own`` of all processes, once they have made the same call. Collective."""
         function = f"{type(self).__name__}.{method}"
         same = equality_of(f"the calls of {function}")
-        given = {"call": {**mine, "number of rounds begun": self._begun}, "own": own}
+        given = {"call": {**mine, "number of rounds begun": self._rounds.begun}, "own": own}
         _, everyone = agree(
             self.group,
             function,
@@ -309,43 +256,30 @@ class LocalSGD(Stateful):
         )
         return list(everyone)
 
-    @property
-    def _begun(self) -> int:
-        return self._rounds + sum(fragment.in_flight for fragment in self._fragments)
-
     def _end(self) -> None:
         self._watch.end()
-        self._counter.end()
-        self._loads.end()
-        for ddp in self._wrappers:
-            averaging.go_on(ddp)
         self._ended = True
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc_type is not None:  # The other processes may not get here.
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # The other processes may not get here.
             self._end()
         elif not self._ended:
             self.detach()
 
     def __str__(self) -> str:
-        return summary.text_of(*self._described, self.stats())
-
-    @property
-    def _described(self) -> tuple[str, int, Schedule]:
-        return type(self).__name__, self.group.size(), self.schedule
+        return summary.text_of(self._rounds, self.stats())
 
     @property
     def _progress(self) -> Progress:
-        outer = self._outer_optimizer_state()
-        return Progress(type(self).__name__, self._step, self._rounds, outer)
+        return {
+            "kind": type(self).__name__,
+            "step": self._rounds.steps,
+            "rounds": self._rounds.rounds,
+            "outer_optimizer": self._outer_optimizer_state(),
+        }
 
     def _move(self, fragment: Fragment, means: Tensors) -> None:
         """Moves the anchors of a fragment by the mean changes."""
@@ -360,77 +294,3 @@ class LocalSGD(Stateful):
 
     def _load_outer_optimizer(self, state: dict[str, Any]) -> None:
         """Loads what ``_outer_optimizer_state`` returned."""
-
-    def _restart(self) -> None:
-        """Continues from parameters that ``load_state_dict`` of the model has set. Collective.
-
-        They are not taken for a movement of the local steps, which would be averaged.
-        """
-        kind = type(self).__name__
-        reshard(self._model)
-        mine = {"checksum of the parameters": self._loads.checksum()}
-        compare = equality_of(
-            f"the models that are loaded after {kind} was created, without a state of {kind},"
-        )
-        agree(self.group, f"load_state_dict of the model of {kind}", lambda: (None, mine), compare)
-        for fragment in self._fragments:
-            fragment.restart()
-        self._loads.begin()
-        log.of(self.group).notice(f"{kind}: continues from the model that was loaded")
-
-    def _count_step(self) -> None:
-        if self._ended:
-            return
-        self._step += 1
-        self._taken += 1
-        self._watch.counted()
-        if self._loads.pending:  # and the step was skipped
-            self._restart()
-        self._loads.begin()
-        if self._taken == 1:
-            self._stop_averaging()
-        if self._step <= self.schedule.warmup_steps:
-            self._sync(exact=False)
-            return
-        begins, ends = self.schedule.due(self._step)
-        if begins is not None:
-            self._begin([self._fragments[begins]], self.schedule.fragment_sync_delay > 0)
-        if ends is not None:
-            self._finish(self._fragments[ends])
-            if ends + 1 == len(self._fragments):
-                self._average_buffers()
-
-    def _stop_averaging(self) -> None:
-        """Stops every DDP around the model. It may have been created after this object."""
-        self._wrappers.update(averaging.wrappers_of(self._watch.trained, self.group))
-        for ddp in self._wrappers:
-            averaging.stop(ddp)
-
-    def _average_buffers(self, compressed: bool = True) -> None:
-        compressed = compressed and self._step > self.schedule.warmup_steps
-        self._buffers.average(f"round {self._rounds} of {type(self).__name__}", compressed)
-
-    def _begin(self, fragments: Sequence[Fragment], overlaps: bool = False) -> None:
-        reshard(self._model)
-        self._watch.before_round()
-        for fragment in fragments:
-            call = f"begun round {self._begun + 1} of {type(self).__name__}"
-            fragment.begin(overlaps, partial(absent_from, self.group, call))
-
-    def _finish(self, fragment: Fragment, averages: bool = False) -> None:
-        if not fragment.in_flight:
-            return
-        reshard(self._model)
-        averages = averages or self._step <= self.schedule.warmup_steps
-        name, dropped = fragment.finish(Fragment.subtract if averages else self._move)
-        if name:
-            log.warning(
-                f"{name!r} was not finite on rank {self.group.rank()}: this round is dropped, and "
-                "all processes return to the parameters of the previous round"
-            )
-        self._dropped += dropped
-        self._rounds += 1
-
-    def _finish_all(self, averages: bool = False) -> None:
-        for fragment in self._fragments:
-            self._finish(fragment, averages)

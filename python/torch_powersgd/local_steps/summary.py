@@ -1,41 +1,62 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The texts of local steps: how often they average, and what that sends."""
+"""What local steps send, as numbers and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch_powersgd.local_steps.checks import Schedule
-from torch_powersgd.local_steps.fragment import Fragment
+from torch_powersgd.local_steps.rounds import Rounds
 from torch_powersgd.stats import ratio
 from torch_powersgd.units import size_text, times_text
 
 
-def announcement(
-    name: str, size: int, schedule: Schedule, fragments: Sequence[Fragment], buffer_bytes: int
-) -> str:
-    """Returns what compressed rounds of ``size`` processes send."""
-    if size == 1:
-        return f"{name}: the group has only one process, so there is nothing to send"
-    every = schedule.sync_every
-    before = every * sum(fragment.gradient_bytes for fragment in fragments)
-    after = sum(fragment.round_bytes for fragment in fragments) + buffer_bytes
+def stats_of(rounds: Rounds) -> dict[str, Any]:
+    """Returns what ``LocalSGD.stats`` documents."""
+    counts = [fragment.attachment.reducer.stats() for fragment in rounds.fragments]
+    before = rounds.taken * _gradient_bytes(rounds)
+    after = rounds.buffers.sent + sum(count["bytes_after"] for count in counts)
+    whole = sum(count["compressed_bytes_before"] for count in counts)
+    packed = sum(count["compressed_bytes_after"] for count in counts)
+    in_rounds = packed + rounds.buffers.sent_in_rounds
+    return {
+        "steps": rounds.steps,
+        "rounds": rounds.rounds,
+        "dropped_rounds": rounds.dropped,
+        "bytes_before": before,
+        "bytes_after": after,
+        "ratio": ratio(before, after),
+        "round_ratio": rounds.schedule.sync_every * ratio(whole, in_rounds),
+    }
+
+
+def announcement(rounds: Rounds) -> str:
+    """Returns what compressed rounds send."""
+    if rounds.group.size() == 1:
+        return f"{rounds.kind}: the group has only one process, so there is nothing to send"
+    every = rounds.schedule.sync_every
+    before = every * _gradient_bytes(rounds)
+    after = sum(fragment.round_bytes for fragment in rounds.fragments) + rounds.buffers.nbytes
     return (
-        f"{name}: {every} steps send {size_text(after)} instead of {size_text(before)} "
+        f"{rounds.kind}: {every} steps send {size_text(after)} instead of {size_text(before)} "
         f"({times_text(ratio(before, after))} fewer)"
     )
 
 
-def text_of(name: str, size: int, schedule: Schedule, counts: Mapping[str, Any]) -> str:
-    """Returns what was sent so far, according to ``LocalSGD.stats``."""
+def text_of(rounds: Rounds, counts: Mapping[str, Any]) -> str:
+    """Returns what was sent so far, according to ``stats_of``."""
+    every, count = rounds.schedule.sync_every, rounds.schedule.fragments
     dropped = f", {counts['dropped_rounds']} dropped" if counts["dropped_rounds"] else ""
-    parts = f", in {schedule.fragments} fragments" if schedule.fragments > 1 else ""
+    parts = f", in {count} fragments" if count > 1 else ""
     lines = (
-        f"{name} over {size} processes: averages every {schedule.sync_every} steps{parts}",
+        f"{rounds.kind} over {rounds.group.size()} processes: averages every {every} steps{parts}",
         f"step {counts['steps']}: {counts['rounds']} rounds{dropped}",
         f"sent {size_text(counts['bytes_after'])} instead of {size_text(counts['bytes_before'])} "
         f"({times_text(counts['ratio'])} fewer, {times_text(counts['round_ratio'])} where "
         "compressed)",
     )
     return "\n  ".join(lines)
+
+
+def _gradient_bytes(rounds: Rounds) -> int:
+    return sum(fragment.gradient_bytes for fragment in rounds.fragments)

@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Watches all optimizers' steps while local steps run, and warns of models that drift apart."""
+"""What goes on around local steps: optimizers' steps, loads, DDP, and models that drift apart."""
 
 from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from torch_powersgd import log
+from torch_powersgd import grad_scaler, log
+from torch_powersgd.local_steps import averaging
 from torch_powersgd.local_steps.counting import StepCounter
-from torch_powersgd.local_steps.fragment import Tensors
+from torch_powersgd.local_steps.fragment import reshard
 from torch_powersgd.local_steps.loads import Loads
+from torch_powersgd.local_steps.rounds import Found, Rounds
 from torch_powersgd.reduction_checks import parameters_of
 from torch_powersgd.targets import shard_of
 
@@ -28,71 +30,99 @@ _ALLOWED = 20  # steps that don't count: optimizers that share a model take turn
 
 
 class Watch:
-    """The warnings of one ``LocalSGD``.
+    """What goes on around the rounds of a model, until ``end``.
+
+    It counts the steps of the optimizers, keeps DDP from averaging, notices loads of the model, and
+    warns of what makes the processes' models drift apart.
 
     Args:
-        kind: Name of its class, for messages.
-        group: Group that averages.
-        model: Model that takes the local steps.
-        trained: Its parameters that do.
-        counter: Counter of its optimizers' steps.
-        loads: What was loaded into the model.
-        restart: Function to call before a step that moves them after a load.
+        rounds: Rounds of the model.
+        found: Model, and its parameters that take local steps.
+        optimizers: Optimizers whose steps count.
+        scaler: ``GradScaler`` of the training.
 
     Attributes:
-        moved: Whether a step was taken since the parameters were last equal.
+        counter: Counter of the optimizers' steps.
+        trained: The parameters.
     """
 
     def __init__(
         self,
-        kind: str,
-        group: dist.ProcessGroup,
-        model: torch.nn.Module,
-        trained: Tensors,
-        counter: StepCounter,
-        loads: Loads,
-        restart: Callable[[], None],
+        rounds: Rounds,
+        found: Found,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
         global _registered
         if not _registered:
             register_optimizer_step_pre_hook(_before_step)
             register_optimizer_step_post_hook(_after_step)
             _registered = True
-        self.moved = False
-        self.trained = {id(parameter) for parameter in trained.values()}
-        self._kind, self._model = kind, model
-        self._log, self._alone = log.of(group), group.size() == 1
-        self._largest = max(trained.values(), key=torch.Tensor.numel)
-        self._counter, self._loads, self._restart = counter, loads, restart
+        self.trained = frozenset(found.trained.values())
+        self._rounds, self._kind, self._group = rounds, rounds.kind, rounds.group
+        self._model, self._loads = found.model, Loads(found.model, found.trained)
+        self._largest = max(self.trained, key=torch.Tensor.numel)
         self._uncounted = 0  # optimizer steps since the last that counts
-        self._had_round = False
+        self._had_step = self._knows_state = False
+        self.counter = StepCounter(optimizers, self._count)
         self._warn_of_others()
         _running.add(self)
+        self._wrappers: set[DistributedDataParallel] = set()  # which average nothing
+        self._stop_averaging()
+        if scaler is not None:
+            grad_scaler.around_step(scaler, self.counter.around_scaler)
 
     def end(self) -> None:
-        """Stops watching."""
+        """Stops watching. DDP averages again."""
         _running.discard(self)
+        self.counter.end()
+        self._loads.end()
+        for ddp in self._wrappers:
+            averaging.go_on(ddp)
 
-    def counted(self) -> None:
-        """Notes a step that counts."""
-        self.moved, self._uncounted = True, 0
-
-    def before_round(self) -> None:
-        """Raises a RuntimeError if a parameter that was not trained at first is trained now."""
-        if not self._had_round:
-            self._had_round = True
+    def _count(self) -> None:
+        if self not in _running:
+            return
+        self._rounds.moved, self._uncounted = True, 0
+        if self._loads.pending:  # and the step was skipped
+            self._restart()
+        self._loads.begin()
+        if not self._had_step:
+            self._had_step = True
+            self._stop_averaging()
+        if not self._knows_state:
             self._warn_of_weights()
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and parameter.numel() and id(parameter) not in self.trained:
-                raise RuntimeError(
-                    f"{name!r} was frozen or missing when {self._kind} was created but is trained "
-                    f"now, so it is not averaged. Call detach() and create {self._kind} again"
-                )
+        self._rounds.take_step()
+
+    def loaded(self) -> None:
+        """Notes that a state of the local steps was loaded: that of the model belongs to it."""
+        self._loads.ignore()
+        self._rounds.moved = True
+
+    def _restart(self) -> None:
+        """Continues from parameters that ``load_state_dict`` of the model has set. Collective.
+
+        They are not taken for a movement of the local steps, which would be averaged.
+        """
+        reshard(self._model)
+        self._loads.agree(self._kind, self._group)
+        for fragment in self._rounds.fragments:
+            fragment.restart()
+        self._loads.begin()
+        log.of(self._group).notice(f"{self._kind}: continues from the model that was loaded")
+
+    def _stop_averaging(self) -> None:
+        """Stops every DDP around the model. It may have been created after this object."""
+        self._wrappers.update(averaging.wrappers_of(self.trained, self._group))
+        for ddp in self._wrappers:
+            averaging.stop(ddp)
 
     def _warn_of_weights(self) -> None:
         """Warns of optimizers that hold weights, by the state of the largest parameter."""
-        for optimizer in self._counter.optimizers:
-            for key, value in optimizer.state.get(self._largest, {}).items():
+        for optimizer in self.counter.optimizers:
+            state = optimizer.state.get(self._largest, {})
+            self._knows_state |= bool(state)
+            for key, value in state.items():
                 if _is_near(value, self._largest):
                     self._warn(
                         f"{type(optimizer).__name__} holds weights of its own in its state "
@@ -102,9 +132,9 @@ class Watch:
 
     def _warn_of_others(self) -> None:
         """Warns of parameters that the optimizers train but that are not in the model."""
-        own = {id(parameter) for parameter in self._model.parameters()}
-        held = (p for optimizer in self._counter.optimizers for p in parameters_of(optimizer))
-        others = [list(p.shape) for p in held if p.requires_grad and id(p) not in own]
+        own = {*self._model.parameters()}
+        held = (p for optimizer in self.counter.optimizers for p in parameters_of(optimizer))
+        others = [list(p.shape) for p in held if p.requires_grad and p not in own]
         if others:
             self._warn(
                 f"{len(others)} parameters of the optimizer, the first of shape {others[0]}, are "
@@ -118,10 +148,10 @@ class Watch:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Notices steps that do not count, as of an optimizer that was created after a load."""
-        own = self._counter.has(optimizer)
-        if (own and not self._counter.waits) or not self._trains(optimizer):
+        own = self.counter.has(optimizer)
+        if (own and not self.counter.waits) or not self._trains(optimizer):
             return
-        self.moved = True
+        self._rounds.moved = True
         self._uncounted += 1
         if self._uncounted == _ALLOWED:
             self._warn(
@@ -131,18 +161,18 @@ class Watch:
             )
 
     def at_exit(self) -> None:
-        if self.moved:
+        if self._rounds.moved:
             self._warn(
                 f"{self._kind} has not ended, so the models of the ranks differ: call detach() "
                 f"after the last step, or put the steps in a block, with {self._kind}(...):"
             )
 
     def _trains(self, optimizer: Optimizer) -> bool:
-        return any(id(parameter) in self.trained for parameter in parameters_of(optimizer))
+        return not self.trained.isdisjoint(parameters_of(optimizer))
 
     def _warn(self, message: str) -> None:
-        if not self._alone:
-            self._log.warning(message)
+        if self._group.size() > 1:
+            log.of(self._group).warning(message)
 
 
 _running: WeakSet[Watch] = WeakSet()
@@ -159,8 +189,8 @@ def takes_local_steps(parameters: Mapping[str, torch.Tensor]) -> str:
 
 
 def _taken(parameters: Mapping[str, torch.Tensor]) -> str:
-    ids = {p for watch in _running for p in watch.trained}
-    return next((name for name, parameter in parameters.items() if id(parameter) in ids), "")
+    taken = {parameter for watch in _running for parameter in watch.trained}
+    return next((name for name, parameter in parameters.items() if parameter in taken), "")
 
 
 def _is_near(value: Any, parameter: torch.Tensor) -> bool:

@@ -31,6 +31,7 @@ from support.synthetic import (
 )
 from support.synthetic import step as cpu_step
 from torch_powersgd._core import _C
+from torch_powersgd.options import to_core
 
 pytestmark = needs_cuda
 
@@ -132,7 +133,7 @@ def _launches(layers: int, options: tp.Options) -> float:
     torch's profiler would lose some: CUPTI drops the first kernels of a session on CUDA 12.6 to 13.
     """
     shapes = [[64, 48], [48]] * layers
-    compressor = _C.BucketCompressor(shapes, options._core(), torch.float32, "cuda")
+    compressor = _C.BucketCompressor(shapes, to_core(options), torch.float32, "cuda")
     given = torch.randn(compressor.gradient_bytes // 4, device="cuda")
     for i in range(4):
         run_stages(compressor, given.clone(), i)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from process import touched_memory
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
 import torch_powersgd as tp
@@ -31,7 +32,7 @@ from support.synthetic import (
     make_ddp,
     step,
 )
-from torch_powersgd._backend import _create
+from torch_powersgd._backend import create
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0)
 
@@ -191,7 +192,7 @@ def _lost_backend(rank: int, number: int) -> None:
     options.store = dist.PrefixStore(f"backend {number}", ranks.side_store())
     options.group_rank, options.group_size = rank, 2
     options.timeout = timedelta(seconds=OPERATION)
-    backend: Any = _create(options, OPTIONS)
+    backend: Any = create(options, OPTIONS)
     _allreduce(backend, rank).get_future().then(lambda done: None).wait()
     works = [_allreduce(backend, rank) for _ in range(10 * (number % 2))]
     del backend
@@ -241,3 +242,16 @@ def test_a_destruction_while_a_callback_runs(rank: int) -> None:
     future = _start(rank).get_future().then(lambda done: time.sleep(0.5))
     dist.destroy_process_group()
     future.wait()
+
+
+@pytest.mark.long
+@on_ranks(options=OPTIONS)
+def test_steps_leave_no_memory(rank: int) -> None:
+    ddp, _ = make_compressed(SHAPES)
+    mine = gradients(SHAPES, rank, 0)
+    held = []
+    for _ in range(2):
+        for _ in range(500):
+            step(ddp, mine)
+        held.append(touched_memory())
+    assert held[1] - held[0] < 500 * 500, held  # less than 500 bytes in a step

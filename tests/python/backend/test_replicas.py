@@ -26,6 +26,7 @@ from support.synthetic import (
     step,
 )
 from torch_powersgd._core import _C
+from torch_powersgd.options import to_core
 
 # "wide" and "tall" are cut into several tiles, so that two threads do share the work.
 SHAPES = {"wide": (40, 700), "tall": (900, 30), "conv": (16, 3, 5, 5), "bias": (37,)}
@@ -132,7 +133,7 @@ def _threads() -> int:
 
 @on_ranks(1, backend=None)
 def test_the_stages_run_on_as_many_threads_as_torch_has(rank: int) -> None:
-    options = tp.Options.hook_defaults(matrix_approximation_rank=2)._core()
+    options = to_core(tp.Options.hook_defaults(matrix_approximation_rank=2))
     compressor = _C.BucketCompressor([[2000, 1000]], options, torch.float32)
     gradient = torch.ones(2000 * 1000)
     run_stages(compressor, gradient, 0)  # allocates

@@ -13,5 +13,5 @@ pytestmark = needs_cuda
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_errors_are_those_of_attached_training(inner: str) -> None:
-    options = {"wire_dtype": "float32"}
+    options = {"wire_dtype": None}
     run(test_shadow_mode.compared, 2, options, BACKEND, "cuda", options=options_of(inner))

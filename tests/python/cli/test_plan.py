@@ -30,6 +30,9 @@ def layers():
     model.trunk[11].weight.requires_grad_(False)
     return model
 
+def in_float64():
+    return torch.nn.Linear(99, 99).double()
+
 def biases():
     return torch.nn.LayerNorm(8)
 
@@ -94,7 +97,7 @@ def _rows(table: str) -> dict[str, list[str]]:
 
 
 def test_prints_the_plan(plan: Plan) -> None:
-    printed = plan(MODEL, "--rank", "4", "--wire-dtype", "float32")
+    printed = plan(MODEL, "--rank", "4", "--wire-dtype", "none")
     sent = 4 * (P_NUMEL + Q_NUMEL + TAIL)
     rows = _rows(printed)
     assert rows["2.weight"] == ["1000 x 128", "4", "512 kB", "18.0 kB", "28.4"]
@@ -159,6 +162,9 @@ def test_what_compresses_nothing(plan: Plan) -> None:
     highest = int(re.findall(r"highest matrix rank that compresses .* is (\d+)", printed)[0])
     assert "Nothing is compressed" not in plan(MODEL, "--rank", str(highest))
     assert "Nothing is compressed" in plan(MODEL, "--rank", str(highest + 1))
+    printed = " ".join(plan("models_of_test:in_float64").split())
+    assert "no weight that any matrix rank compresses" in printed
+    assert "Parameters in float64 are averaged exactly." in printed
     printed = " ".join(plan("models_of_test:biases").split())
     assert "no weight that any matrix rank compresses" in printed
 

@@ -20,7 +20,7 @@ ROUNDS, STEPS = 2, 3  # of a setting, and of a setting in a round
 
 
 def _settings(*matrix_ranks: int) -> list[tp.Options]:
-    fields: dict[str, Any] = {"wire_dtype": "float32", "start_powerSGD_iter": 0}
+    fields: dict[str, Any] = {"wire_dtype": None, "start_powerSGD_iter": 0}
     return [tp.Options(matrix_approximation_rank=rank, **fields) for rank in matrix_ranks]
 
 

@@ -141,13 +141,13 @@ def test_an_error_that_no_call_raises_is_reported(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nccl_is_told_not_to_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, seen = _backend._create, dict[str, str]()
+    made, seen = _backend.create, dict[str, str]()
 
     def create(*arguments: Any) -> Any:
         seen.update(os.environ)
         return made(*arguments)
 
-    monkeypatch.setattr(_backend, "_create", create)
+    monkeypatch.setattr(_backend, "create", create)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # the user's stays
     before = dict(os.environ)
     process_group._make_group(HashStore(), 0, 1, LIMIT, ProcessGroupPowerSGD()._options)

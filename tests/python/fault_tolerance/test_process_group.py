@@ -139,7 +139,7 @@ def test_what_cannot_be_attached_is_said() -> None:
         ProcessGroupPowerSGD(options={"matrix_approximation_rank": 0})
     group = ProcessGroupPowerSGD()
     other: Any = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="that fully_shard was called with, got Linear"):
+    with pytest.raises(ValueError, match="that FSDP2 has sharded, got Linear"):
         group.attach(other, other)
     manager: Any = Manager(group)
     optimizer = torch.optim.SGD(other.parameters())

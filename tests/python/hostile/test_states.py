@@ -1,98 +1,270 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Saved states hold plain values, and damage to one is an error on every rank or does no harm."""
+"""Damage to a saved state is an error on every rank, which names the entry, or does no harm."""
 
 from __future__ import annotations
 
 import dataclasses
 import resource
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
-from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support import ranks
-from support.examples import check_examples, examples
-from support.on_ranks import on_ranks
-from support.rank_pool import RankPool
-from support.state_damage import VALUES, Damage, Outcome, outcome_of
+from support.local_job import EVERY, Job
+from support.on_ranks import all_agree, on_ranks
+from support.state_damage import VALUES, Damage, Outcome, outcome_of, places
 from support.synthetic import (
     SHAPES,
     from_bytes,
     gradients,
     make_compressed,
+    own_part,
     step,
     to_bytes,
     without_checksums,
 )
-from torch_powersgd import checkpoint_checks
+from torch_powersgd import schema
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
-FIELDS = ["residual", "q", "memory", "p_hat", "q_local", "q_warm", "grad_scale"]
-STEPS = 3
+KINDS = ("attach", "attach, per rank", "LocalSGD, per rank", "DiLoCo")
+
+Place = tuple[Any, ...]
 
 
-class DamagedLoads:
-    """The modules of one rank, and their states after some steps."""
+class Attached:
+    """Compressed gradients, and their state after some steps."""
 
-    def __init__(self, rank: int) -> None:
-        warnings.simplefilter("ignore")
+    def __init__(self, rank: int, per_rank: bool) -> None:
         self.rank = rank
-        ranks.init_group("cpu:powersgd", OPTIONS, 300)
-        self.models: dict[str | None, tuple[DistributedDataParallel, tp.Compression]] = {}
-        self.states: dict[tuple[str | None, bool], bytes] = {}
-        for wire in (None, "int8"):
-            ddp, compression = self.models[wire] = make_compressed(SHAPES, {"wire_dtype": wire})
-            for i in range(STEPS):
-                step(ddp, gradients(SHAPES, rank, i))
-            for per_rank in (False, True):
-                # With checksums, every damage would be found by them alone.
-                state = without_checksums(compression.state_dict(per_rank))
-                self.states[wire, per_rank] = to_bytes(state)
+        options = dataclasses.replace(OPTIONS, wire_dtype="int8" if per_rank else None)
+        self.ddp, self.stateful = make_compressed(SHAPES, options)
+        self.go_on()
+        self.good = to_bytes(self.stateful.state_dict(per_rank))
+        self.go_on()
+        self.before = self.everything()
 
-    def load(self, damage: Damage, per_rank: bool, wire: str | None) -> Outcome:
-        """Loads a damaged state. If it is refused nothing may change, else training goes on."""
-        ddp, compression = self.models[wire]
-        state = from_bytes(self.states[wire, per_rank])
-        try:
-            state = damage.apply(state, self.rank)
-        except Exception:
-            return "", ""  # The state has no such place.
-        before = to_bytes(compression.state_dict(True))
-        outcome = outcome_of(lambda: compression.load_state_dict(state))
-        if outcome[0]:
-            assert before == to_bytes(compression.state_dict(True)), "something has changed"
-            return outcome
-        for i in range(2):
-            outputs = step(ddp, gradients(SHAPES, self.rank, i))
-            assert all(bool(output.isfinite().all()) for output in outputs.values()), damage
-        for entry in compression.state_dict()["parameters"].values():
-            assert bool(entry["residual"].isfinite().all())
+    def go_on(self) -> None:
+        for i in range(3):
+            outputs = step(self.ddp, gradients(SHAPES, self.rank, i))
+            assert all(bool(output.isfinite().all()) for output in outputs.values())
+        for entry in self.stateful.state_dict()["parameters"].values():
             assert not entry["residual"].requires_grad
-        compression.load_state_dict(from_bytes(self.states[wire, True]))
-        return outcome
 
-    def load_with_little_memory(self) -> bool:
-        """Loads states that claim much more than there is, where no memory is left for it."""
-        compression, data = self.models[None][1], self.states[None, False]
-        for value in ("claims 2**50 rows", "no rows", "one row more"):
-            for field in ("residual", "q"):
-                for index in range(3):
-                    state = Damage(("parameters", index, field), value).apply(
-                        from_bytes(data), self.rank
-                    )
-                    with _address_space(512 * 2**20):
-                        outcome = outcome_of(lambda s=state: compression.load_state_dict(s))  # type: ignore[misc]
-                    assert outcome[0] in ("", "ValueError"), outcome
-                    assert outcome[0] or value == "one row more"
-        compression.load_state_dict(from_bytes(data))
-        return True
+    def everything(self) -> bytes:
+        return to_bytes(self.stateful.state_dict(per_rank=True))
+
+
+class LocalSteps:
+    """Local steps in the middle of a round, and their state after the last."""
+
+    def __init__(self, rank: int, per_rank: bool, outer: bool) -> None:
+        self.rank, self.job = rank, Job(outer)
+        self.stateful = self.job.steps
+        self.job.train(rank, 0, EVERY)
+        self.good = to_bytes(self.stateful.state_dict(per_rank))
+        self.go_on()
+        self.before = self.everything()
+
+    def go_on(self) -> None:
+        self.job.train(self.rank, EVERY, EVERY + 2)
+
+    def everything(self) -> bytes:
+        return to_bytes([self.job.model.state_dict(), self.stateful.state_dict(per_rank=True)])
+
+
+def _make(rank: int, kind: str) -> Attached | LocalSteps:
+    per_rank = "per rank" in kind
+    if kind.startswith("attach"):
+        return Attached(rank, per_rank)
+    return LocalSteps(rank, per_rank, outer=kind == "DiLoCo")
+
+
+def _load(subject: Attached | LocalSteps, damage: Damage, checksums: bool = False) -> Outcome:
+    """Loads the damaged state. If it is refused nothing has changed, else training goes on."""
+    state = from_bytes(subject.good)
+    state = damage.apply(state if checksums else without_checksums(state), subject.rank)
+    outcome = outcome_of(partial(subject.stateful.load_state_dict, state))
+    assert all_agree(outcome), (damage, outcome)
+    kind, message = outcome
+    assert kind in ("", "ValueError"), (damage, outcome)
+    assert len(message) < 800, "the message is cut"
+    if kind:
+        assert subject.everything() == subject.before, (damage, outcome)
+    else:
+        subject.go_on()
+        subject.stateful.load_state_dict(from_bytes(subject.good))
+        subject.before = subject.everything()
+    return outcome
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_any_damage_in_any_place(rank: int, kind: str) -> None:
+    """On one rank. What fits but differs between ranks is then loaded by all of them."""
+    subject = _make(rank, kind)
+    for place in places(own_part(without_checksums(from_bytes(subject.good)))):
+        for value in (*VALUES, *["gone", "renamed"][: 2 * len(place)]):
+            _, message = _load(subject, Damage(place, value, only=1))
+            if "must be the same on all ranks" in message:
+                _load(subject, Damage(place, value))
+            elif message:
+                assert message.startswith("rank 1: "), (place, value, message)
+                # If per_rank is wrong, the entries of another kind of state are missing.
+                if place and place[-1] != "per_rank":
+                    assert any(str(key) in message for key in place), (place, value, message)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_the_checksums_cover_every_number(rank: int, kind: str) -> None:
+    subject = _make(rank, kind)
+    state = own_part(from_bytes(subject.good))
+    covered = 0
+    for place in places(without_checksums(state)):
+        value = state
+        for key in place:
+            value = value[key]
+        number = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
+        if number and place != ("version",):
+            _, message = _load(subject, Damage(place, "one more"), checksums=True)
+            assert "does not match its crc32" in message, (place, message)
+            covered += 1
+    assert covered >= 4
+
+
+@on_ranks(2)
+def test_the_checksums_cover_names(rank: int) -> None:
+    subject = Attached(rank, per_rank=True)
+    parameters = own_part(state := from_bytes(subject.good))["parameters"]
+    parameters["weights.tale"] = parameters.pop("weights.tall")
+    _, message = outcome_of(partial(subject.stateful.load_state_dict, state))
+    assert "parameters['weights.tale'] of the checkpoint does not match its crc32" in message
+
+
+# What is wrong is named, by the kind of state.
+NAMED: dict[str, list[tuple[Place, str, str]]] = {
+    "attach": [
+        ((), "list", "the checkpoint must be a dict, got list"),
+        (("version",), "gone", "the checkpoint must be a dict with 'version', as state_dict() re"),
+        (("version",), "zero", "version of the checkpoint must be 1, got 0"),
+        (("step",), "gone", "must be a dict with 'step', as state_dict() returned it, got one"),
+        (("step",), "minus one", "step of the checkpoint must be an integer from 0 to 2**62, got"),
+        (("per_rank",), "zero", "per_rank of the checkpoint must be True or False, got 0"),
+        (("parameters",), "list", "parameters of the checkpoint must be a dict, got list"),
+        (("parameters", 0), "none", "parameters['weights.conv'] of the checkpoint must be a dict,"),
+        (
+            ("parameters", 0),
+            "renamed",
+            "keys of parameters of the checkpoint must be strings, got 5",
+        ),
+        (("grad_scale",), "zero", "grad_scale of the checkpoint must be a finite number > 0"),
+        (("grad_scale",), "denormal", "grad_scale of the checkpoint must be at least 2.94e-39"),
+        (
+            ("parameters", 0, "residual"),
+            "gone",
+            "parameters['weights.conv'] of the checkpoint must be a dict with 'residual'",
+        ),
+        (("parameters", 0, "residual"), "one row more", "'weights.conv'"),
+        (
+            ("parameters", 0, "residual"),
+            "NaN inside",
+            "parameters['weights.conv']['residual'] of the checkpoint must be finite in float32, "
+            "got nan",
+        ),
+        (("parameters", 0, "residual"), "sparse", "must be a dense floating-point tensor, got <T"),
+        (("parameters", 0, "q"), "infinity inside", "must be finite in float32, got inf"),
+        (("parameters", 0, "q"), "meta", "must be a dense floating-point tensor"),
+        (("parameters", 0, "q"), "claims 2**50 rows", "with storage for all of its elements"),
+        (("parameters", 0, "q"), "no rows", "must be a matrix of 1 to 1024 rows"),
+    ],
+    "attach, per rank": [
+        (("parameters", 0, "memory"), "huge numbers", "must be finite in float32, got "),
+        (("parameters", 0, "q_local"), "huge numbers", "must be finite in float32, got "),
+    ],
+    "DiLoCo": [
+        ((), "list", "the checkpoint must be a dict, got list"),
+        (("version",), "a fraction", "version of the checkpoint must be 1, got 1.5"),
+        (("step",), "gone", "the checkpoint must be a dict with 'step'"),
+        (("kind",), "text", "kind of the checkpoint must be 'DiLoCo', got 'text'"),
+        (("fragments",), "empty dict", "fragments of the checkpoint must be a dict with '0'"),
+        (
+            ("fragments", "1", "anchors"),
+            "gone",
+            "fragments['1'] of the checkpoint must be a dict with 'anchors', as state_dict() "
+            "returned it, got one with the keys ['compression']",
+        ),
+        (
+            ("fragments", "0", "anchors", "0.weight"),
+            "NaN inside",
+            "fragments['0']['anchors']['0.weight'] of the checkpoint must be finite, got nan",
+        ),
+        (
+            ("fragments", "0", "anchors", "0.weight"),
+            "one row less",
+            "must be a dense tensor, torch.float32 [40, 24], got <Tensor: torch.float32, ",
+        ),
+        (
+            ("fragments", "0", "compression", "step"),
+            "minus one",
+            "fragments['0']['compression']['step'] of the checkpoint must be an integer",
+        ),
+        (("outer_optimizer",), "gone", "must be a dict with 'outer_optimizer'"),
+        (("outer_optimizer", "moved"), "zero", "must be a list of the numbers of parameters, got"),
+        (
+            ("outer_optimizer", "state", 0, "momentum_buffer"),
+            "one row less",
+            "outer_optimizer['state'][0]['momentum_buffer'] of the checkpoint must be a dense",
+        ),
+        (
+            ("outer_optimizer", "param_groups", 0, "lr"),
+            "not a number",
+            "outer_optimizer['param_groups'][0]['lr'] of the checkpoint must be a finite number, "
+            "got nan",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+@on_ranks(2)
+def test_what_is_wrong_is_named(rank: int, kind: str) -> None:
+    subject = _make(rank, kind)
+    for place, value, part in NAMED[kind]:
+        for only in (None, 1):
+            _, message = _load(subject, Damage(place, value, only))
+            assert part in message
+            assert message.startswith("rank 1: ") == (only == 1)
+
+
+@on_ranks(2)
+def test_an_outer_optimizer_keeps_what_a_state_does_not_have(rank: int) -> None:
+    subject = _make(rank, "DiLoCo")
+    lacking = Damage(("outer_optimizer", "param_groups", 0, "lr"), "gone")
+    assert _load(subject, lacking) == ("", "")
+
+
+def test_numbers_that_float32_does_not_hold_over_their_scale() -> None:
+    wanted = "w of .* must be finite in float32 after division by its grad_scale, 0.5, got 3.0"
+    with pytest.raises(ValueError, match=wanted):
+        schema.check("w", torch.full((3, 2), -3e38), schema.tensor(grad_scale=0.5))
+
+
+@on_ranks(2)
+def test_nothing_is_allocated_by_a_size_that_a_state_claims(rank: int) -> None:
+    """The address space has room for the model, and none for what the states claim."""
+    subject = Attached(rank, per_rank=False)
+    for value in ("claims 2**50 rows", "no rows", "one row more"):
+        for field in ("residual", "q"):
+            damage = Damage(("parameters", 0, field), value)
+            state = damage.apply(without_checksums(from_bytes(subject.good)), rank)
+            with _address_space(512 * 2**20):
+                kind, _ = outcome_of(partial(subject.stateful.load_state_dict, state))
+            assert kind == "ValueError" or (kind == "" and value == "one row more")
 
 
 @contextmanager
@@ -107,165 +279,11 @@ def _address_space(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-PLACES = st.one_of(
-    st.just(()),
-    st.sampled_from(
-        [(field,) for field in ("version", "step", "grad_scale", "parameters", "per_rank")]
-    ),
-    st.integers(0, 4).map(lambda i: ("parameters", i)),
-    st.tuples(st.just("parameters"), st.integers(0, 4), st.sampled_from(FIELDS)),
-)
-DAMAGES = st.one_of(
-    st.builds(Damage, PLACES, st.sampled_from([*VALUES]), st.sampled_from([None, 0, 1])),
-    st.builds(
-        Damage,
-        PLACES.filter(len),
-        st.sampled_from(["gone", "renamed"]),
-        st.sampled_from([None, 0, 1]),
-    ),
-)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2, DamagedLoads)
-    yield pool
-    pool.close()
-
-
-@examples(100, 2000)
-def test_a_damaged_state(pool: RankPool, count: int) -> None:
-    def check(damage: Damage, per_rank: bool, wire: str | None) -> None:
-        first, second = pool.call("load", damage, per_rank, wire)
-        assert first == second
-        kind, message = first
-        assert kind in ("", "ValueError"), (kind, message)
-        assert len(message) < 800, "the message is cut"
-
-    check_examples(count, check, DAMAGES, st.booleans(), st.sampled_from([None, "int8"]))
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "part"),
-    [
-        ((), "list", "the checkpoint must be a dict, got list"),
-        (("version",), "zero", "version of the checkpoint must be 1, got 0"),
-        (("step",), "gone", "the checkpoint has no step"),
-        (("parameters",), "gone", "the checkpoint has no parameters"),
-        (("grad_scale",), "gone", "the checkpoint has no grad_scale"),
-        (("per_rank",), "gone", "the checkpoint has no per_rank"),
-        (("per_rank",), "zero", "per_rank of the checkpoint must be True or False, got 0"),
-        (("parameters", 0, "residual"), "gone", "must have q, residual"),
-        (("parameters", 0, "residual"), "one row more", "'weights.conv'"),
-        (("parameters",), "list", "parameters of the checkpoint must be a dict"),
-        (("parameters", 0), "none", "must be a dict, got NoneType"),
-        (("parameters", 0), "renamed", "parameter names in the checkpoint must be strings, got 5"),
-        (("step",), "minus one", "step of the checkpoint must be an integer from 0"),
-        (("grad_scale",), "zero", "grad_scale of the checkpoint must be a finite number > 0"),
-        (("grad_scale",), "denormal", "grad_scale of the checkpoint must be at least 2.94e-39"),
-        (("parameters", 0, "residual"), "NaN inside", "must be finite"),
-        (("parameters", 0, "residual"), "sparse", "must be a dense floating-point tensor"),
-        (("parameters", 0, "q"), "infinity inside", "must be finite in float32, got inf"),
-        (("parameters", 0, "q"), "meta", "must be a dense floating-point tensor"),
-        (("parameters", 0, "q"), "claims 2**50 rows", "with storage for all of its elements"),
-        (("parameters", 0, "q"), "no rows", "must have 1 to 1024 rows"),
-    ],
-)
-@pytest.mark.parametrize("only", [None, 1])
-def test_a_state_that_does_not_fit_is_refused(
-    pool: RankPool, place: tuple[str | int, ...], value: str, part: str, only: int | None
-) -> None:
-    for kind, message in pool.call("load", Damage(place, value, only), False, None):
-        assert kind == "ValueError"
-        assert part in message
-        assert message.startswith("rank 1: ") == (only == 1)
-
-
-@pytest.mark.parametrize("field", ["memory", "q_local"])
-def test_numbers_of_a_rank_that_float32_does_not_hold(pool: RankPool, field: str) -> None:
-    damage = Damage(("parameters", 0, field), "huge numbers")
-    for kind, message in pool.call("load", damage, True, None):
-        assert kind == "ValueError"
-        assert "must be finite in float32, got " in message
-    # Those that it holds, but not over their scale.
-    entry: dict[str, Any] = dict.fromkeys(checkpoint_checks.LOCAL_FIELDS, torch.zeros(3, 2))
-    entry |= {field: torch.full((3, 2), -3e38), "grad_scale": 0.5}
-    with pytest.raises(
-        ValueError, match=f"^{field} of .*'w' must be finite .* division by its .*, 0.5"
-    ):
-        checkpoint_checks.to_local("w", entry)
-
-
-def test_mean_residuals_that_float32_does_not_hold_over_their_scale() -> None:
-    entry = {"residual": torch.full((3, 2), -3e38), "q": torch.zeros(1, 2)}
-    with pytest.raises(
-        ValueError, match="^residual of .*'w' must be finite .* division by its .*, 0.5"
-    ):
-        checkpoint_checks.to_mean("w", entry, checkpoint_checks.Saved(0, 0.5, False, {}))
-
-
-def test_nothing_is_allocated_by_a_size_that_a_state_claims(pool: RankPool) -> None:
-    """The address space has room for the model, and none for what the states claim."""
-    assert all(pool.call("load_with_little_memory"))
-
-
 @pytest.mark.parametrize(
     ("place", "value"),
     [(("grad_scale",), "a fraction"), (("parameters", 0, "q"), "large numbers")],
 )
-def test_ranks_with_different_states_are_refused(
-    pool: RankPool, place: tuple[str | int, ...], value: str
-) -> None:
-    for kind, message in pool.call("load", Damage(place, value, 1), False, None):
-        assert kind == "ValueError"
-        assert "must be the same on all ranks, but rank 1's differs from rank 0's" in message
-
-
-# Every option that changes what a state holds.
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"use_error_feedback": False},
-    {"residual_dtype": "float16"},
-    {"warm_start": False},
-    {"wire_dtype": "int8"},
-    {"wire_dtype": "int4"},
-    {"wire_dtype": "bfloat16"},
-    {"scope": "never"},
-    {"start_powerSGD_iter": 100},
-]
-PLAIN = {dict, list, int, float, bool, str, type(None), torch.Tensor}
-
-
-@on_ranks()
-def test_a_state_of_every_option_is_read_without_code(rank: int) -> None:
-    for variant in VARIANTS:
-        ddp, compression = make_compressed(SHAPES, dataclasses.replace(OPTIONS, **variant))
-        for i in range(3):
-            step(ddp, gradients(SHAPES, rank, i))
-        for per_rank in (False, True):
-            state = compression.state_dict(per_rank)
-            compression.load_state_dict(from_bytes(to_bytes(state)))  # by weights_only=True
-            assert _types(state) <= PLAIN, variant
-
-
-def _types(state: Any) -> set[type]:
-    """The types of all values in a state."""
-    if isinstance(state, dict):
-        return {dict}.union(*map(_types, state.values()))
-    if isinstance(state, (list, tuple)):
-        return {type(state)}.union(*map(_types, state))
-    return {torch.Tensor if isinstance(state, torch.Tensor) else type(state)}
-
-
-class Payload:
-    """An object whose unpickling would run code."""
-
-    def __reduce__(self) -> Any:
-        return (pytest.fail, ("code of a checkpoint has run",))
-
-
-def test_a_state_with_code_is_not_read() -> None:
-    """The documented way to load refuses it before ``load_state_dict`` sees anything."""
-    data = to_bytes({"version": 1, "step": Payload()})
-    with pytest.raises(Exception, match="[Ww]eights.only|Unsupported"):
-        from_bytes(data)
+@on_ranks(2)
+def test_ranks_with_different_states_are_refused(rank: int, place: Place, value: str) -> None:
+    _, message = _load(Attached(rank, per_rank=False), Damage(place, value, only=1))
+    assert "same on all ranks: checksum of the state without per_rank is " in message

@@ -38,10 +38,10 @@ def _rounds(rank: int, device: str, dtype: torch.dtype, delay: int) -> None:
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error" if round_ else "default")  # the first allocates
-        steps._begin([fragment], overlaps=delay > 0)
+        steps._rounds.begin([fragment], overlaps=delay > 0)
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-        steps._finish(fragment)
+        steps._rounds.finish(fragment)
         assert models_agree(model)
         assert same(model.parameters(), before) is (round_ == 2)
     assert steps.stats()["dropped_rounds"] == 1

@@ -181,7 +181,7 @@ def test_a_rank_that_is_absent_is_named(rank: int, call: str, message: str) -> N
         _backward(model, rank, 0)
         calls: dict[str, Callable[[], Any]] = {
             "a round": optimizer.step,
-            "buffers": steps._average_buffers,
+            "buffers": steps._rounds.average_buffers,
         }
         with pytest.raises((ValueError, dist.DistBackendError), match=message):
             (calls.get(call) or getattr(steps, call))()

@@ -37,8 +37,8 @@ class Round:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         steps = tp.LocalSGD(model, optimizer, 4, OPTIONS, fragment_sync_delay=delay, warmup_steps=0)
         fragment = steps._fragments[0]
-        begin, waits_of_begin = _record(lambda: steps._begin([fragment], overlaps=delay > 0))
-        finish, waits_of_finish = _record(lambda: steps._finish(fragment))
+        begin, waits_of_begin = _record(lambda: steps._rounds.begin([fragment], overlaps=delay > 0))
+        finish, waits_of_finish = _record(lambda: steps._rounds.finish(fragment))
         steps.detach()
         self.begin, self.finish = begin, finish
         self.names, self.waits = (begin.names, finish.names), (waits_of_begin, waits_of_finish)

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import copy
-import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,61 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
-import torch_powersgd as tp
 from support import ranks
-from support.on_ranks import all_agree, models_agree, on_ranks
+from support.local_job import EVERY, Job
+from support.on_ranks import models_agree, on_ranks
 from support.paired_training import same
-from support.state_damage import VALUES, Damage, outcome_of
 from support.synthetic import (
     TOLERANCE,
     from_bytes,
-    gradient,
     relative_error,
     residuals_of,
     to_bytes,
 )
-
-EVERY = 4
-OPTIONS = {"matrix_approximation_rank": 2}
-
-
-class Job:
-    """A model that takes local steps, of any rank's data."""
-
-    def __init__(self, outer: bool = False, **others: Any) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        arguments: dict[str, Any] = {"fragments": 2, "warmup_steps": 0, **others}
-        of_outer = torch.optim.SGD(self.model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
-        self.steps = (
-            tp.DiLoCo(self.model, self.optimizer, of_outer, EVERY, OPTIONS, **arguments)
-            if outer
-            else tp.LocalSGD(self.model, self.optimizer, EVERY, OPTIONS, **arguments)
-        )
-
-    def train(self, rank: int, first: int, last: int) -> None:
-        for i in range(first, last):
-            self.optimizer.zero_grad()
-            self.model(gradient((6, 24), "input", rank, i)).square().mean().backward()
-            self.optimizer.step()
-
-    def save(self) -> bytes:
-        return to_bytes(
-            {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "steps": self.steps.per_rank.state_dict(),
-            }
-        )
-
-    def load(self, saved: bytes) -> None:
-        state = from_bytes(saved)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.steps.per_rank.load_state_dict(state["steps"])
 
 
 @pytest.mark.parametrize("outer", [False, True], ids=["LocalSGD", "DiLoCo"])
@@ -88,11 +43,12 @@ def test_each_process_goes_on_to_the_bit(rank: int, outer: bool) -> None:
         assert of_resumed["ratio"] < 2 * of_whole["ratio"]  # without the steps before
 
 
+@pytest.mark.parametrize("outer", [False, True], ids=["LocalSGD", "DiLoCo"])
 @on_ranks(2)
-def test_a_new_process_gets_the_outer_optimizer_from_dcp(rank: int, tmp_path: Path) -> None:
-    """Also of the fragment that has had no round yet."""
+def test_a_new_process_gets_the_state_from_dcp(rank: int, outer: bool, tmp_path: Path) -> None:
+    """Also the outer optimizer's of the fragment that has had no round yet."""
     for end in (0, EVERY // 2, EVERY):
-        saved, loaded = Job(outer=True), Job(outer=True)
+        saved, loaded = Job(outer), Job(outer)
         saved.train(rank, 0, end)
         dcp.save({"steps": saved.steps}, checkpoint_id=tmp_path)
         dcp.load({"steps": loaded.steps}, checkpoint_id=tmp_path)
@@ -182,91 +138,6 @@ def _resumed(rank: int, saved: tuple[bytes, bytes]) -> None:
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_any_number_of_ranks_takes_over(after: int) -> None:
     ranks.run(after, _resumed, ranks.run(2, _saved)[0])
-
-
-# The keys that lead to each kind of entry in the state of a DiLoCo job. A number is a position.
-PLACES: list[tuple[str | int, ...]] = [
-    (),
-    *((field,) for field in ("version", "kind", "step", "rounds", "outer_optimizer", "fragments")),
-    ("outer_optimizer", "state"),
-    ("outer_optimizer", "state", 0),
-    ("outer_optimizer", "state", 0, "momentum_buffer"),
-    ("outer_optimizer", "moved"),
-    ("outer_optimizer", "param_groups"),
-    ("fragments", 0),
-    ("fragments", 1, "anchors"),
-    ("fragments", 0, "anchors", 0),
-    ("fragments", 1, "compression"),
-    ("fragments", 0, "compression", "parameters", 0, "q"),
-]
-
-
-@on_ranks(2)
-def test_a_damaged_state_is_an_error_on_all_ranks_or_does_no_harm(rank: int) -> None:
-    """Any value in any place, on one rank. A refused state changes nothing."""
-    job = Job(outer=True)
-    job.train(rank, 0, EVERY)
-    good = to_bytes(job.steps.state_dict())
-    job.train(rank, EVERY, EVERY + 2)
-
-    def everything() -> bytes:
-        return to_bytes([job.model.state_dict(), job.steps.state_dict(per_rank=True)])
-
-    before = everything()
-    for place in PLACES:
-        for value in (*VALUES, *["gone", "renamed"][: 2 * len(place)]):
-            state = Damage(place, value, only=1).apply(from_bytes(good), rank)
-            kind, message = outcome_of(partial(job.steps.load_state_dict, state))
-            assert all_agree((kind, message)), (place, value, kind, message)
-            if kind:
-                where = (place, value, kind, message)
-                assert kind == "ValueError", where
-                assert message.startswith("rank 1: ") or "the same on all ranks" in message, where
-                assert re.search("of local steps|checkpoint|state_dict|on all ranks", message), (
-                    where
-                )
-                assert everything() == before, where
-            else:
-                job.steps.load_state_dict(from_bytes(good))
-                job.train(rank, EVERY, EVERY + 2)
-                before = everything()
-    job.steps.load_state_dict(from_bytes(good))
-    assert job.steps.stats()["steps"] == EVERY
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        ((), "list", "type of the state of local steps must be a dict, got 'list'"),
-        (("step",), "gone", "step of the state of local steps must be an integer from 0 to"),
-        (("kind",), "text", "kind of the state of local steps must be 'DiLoCo', got 'text'"),
-        (("fragments",), "empty dict", "fragments of the state of local steps must be a dict of 2"),
-        (("fragments", 0), "empty dict", "fragment 0 of the state of local steps must be a dict"),
-        (("fragments", 0, "anchors", 0), "gone", "must be a dict of ['0.weight', '0.bias']"),
-        (
-            ("fragments", 0, "anchors", 0),
-            "NaN inside",
-            "anchors['0.weight'] of the state of local steps must be a finite dense tensor, "
-            "torch.float32 [40, 24]",
-        ),
-        (("fragments", 0, "compression", "step"), "zero", "does not match its crc32"),
-        (("outer_optimizer",), "gone", "must be that of the same kind of optimizer and parameters"),
-        (
-            ("outer_optimizer", "state", 0, "momentum_buffer"),
-            "one row less",
-            "outer_optimizer['state'][0]['momentum_buffer'] of the state of local steps must be",
-        ),
-    ],
-)
-@on_ranks(2)
-def test_what_is_wrong_with_a_state_is_named(
-    rank: int, place: tuple[str | int, ...], value: str, message: str
-) -> None:
-    job = Job(outer=True)
-    job.train(rank, 0, EVERY)
-    state = Damage(place, value).apply(from_bytes(to_bytes(job.steps.state_dict())), rank)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        job.steps.load_state_dict(state)
 
 
 @on_ranks(2)

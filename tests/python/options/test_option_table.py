@@ -17,6 +17,7 @@ import torch_powersgd as tp
 from support.repository import ROOT
 from torch_powersgd.__main__ import main
 from torch_powersgd._core import _C
+from torch_powersgd.options import from_core, to_core, to_plain
 
 FIELDS = {field.name: field for field in dataclasses.fields(tp.Options)}
 
@@ -55,7 +56,7 @@ def test_the_table_has_the_fields() -> None:
 
 
 def test_the_core_has_the_same_defaults() -> None:
-    core, ours = _C.Options(), tp.Options()._plain()
+    core, ours = _C.Options(), to_plain(tp.Options())
     assert {name: getattr(core, name) for name in FIELDS} == ours
     assert {name: type(getattr(core, name)) for name in FIELDS} == {
         name: type(value) for name, value in ours.items()
@@ -66,7 +67,7 @@ def test_the_core_has_the_same_defaults() -> None:
 def test_a_value_comes_back_from_the_core(name: str) -> None:
     options = dataclasses.replace(tp.Options(), **{name: _changed(name)})
     assert getattr(options, name) != getattr(tp.Options(), name)
-    assert tp.Options._from_core(options._core()) == options
+    assert from_core(to_core(options)) == options
 
 
 def test_the_page_has_the_fields() -> None:
@@ -83,7 +84,7 @@ def _help_of(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _payload_bytes(options: tp.Options) -> int:
-    compressor = _C.BucketCompressor([[96, 64], [16, 12], [7]], options._core(), torch.float32)
+    compressor = _C.BucketCompressor([[96, 64], [16, 12], [7]], to_core(options), torch.float32)
     return compressor.payload_bytes
 
 

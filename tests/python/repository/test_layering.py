@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -100,6 +101,10 @@ COMPUTING = re.compile(r"(numpy|scipy|torch\.(linalg|fft|special|nn\.functional)
 COMMANDS = re.compile(r"torch_powersgd\.cli(\.|$)|rich(\.|$)")
 
 
+PRIVATE = re.compile(r"_[a-z]")
+TORCHS = {"_timeout", "_fragments"}  # torch and torchft have these as well
+
+
 def files_under(root: Path, *folders: str) -> list[Path]:
     found = [f for folder in folders for f in (root / folder).rglob("*")]
     return sorted(f for f in found if f.suffix in SOURCE_SUFFIXES)
@@ -188,12 +193,48 @@ def import_circle(root: Path) -> list[str]:
     return []
 
 
+def private_uses(root: Path) -> list[str]:
+    """The uses of private names that only other modules of the package define."""
+    files = [file for file in files_under(root, "python") if file.suffix == ".py"]
+    nodes = {file: [*ast.walk(ast.parse(file.read_text()))] for file in files}
+    own = {file: set(filter(PRIVATE.match, _defined(nodes[file]))) for file in files}
+    ours = set().union(*own.values()) - TORCHS
+    return [
+        f"{file.relative_to(root)}:{node.lineno} uses {name}"
+        for file in files
+        for node, name in _taken(nodes[file])
+        if name in ours - own[file]
+    ]
+
+
+def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr if ast.unparse(node.value) == "self" else ""
+
+
+def _taken(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.Attribute | ast.ImportFrom, str]]:
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "super()"):
+            yield node, node.attr
+
+
 def test_includes_follow_the_layers() -> None:
     assert wrong_includes(ROOT) == []
 
 
 def test_imports_follow_the_layers() -> None:
     assert wrong_imports(ROOT) == []
+
+
+def test_no_module_uses_the_private_names_of_another() -> None:
+    assert private_uses(ROOT) == []
 
 
 def test_no_imports_run_in_a_circle() -> None:
@@ -240,6 +281,15 @@ def test_a_wrong_import_is_found(tmp_path: Path, source: str) -> None:
     file.parent.mkdir(parents=True)
     file.write_text(f"import torch\n{source}\n")
     assert wrong_imports(tmp_path) != []
+
+
+def test_a_private_use_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "python"
+    folder.mkdir()
+    (folder / "one.py").write_text("def _f(): pass\nclass C:\n    def _g(self): self._h = _f()\n")
+    (folder / "two.py").write_text("from one import _f\n\nc._g()\nc._h = c._of_torch\n")
+    uses = sorted(use.partition(":")[2] for use in private_uses(tmp_path))
+    assert uses == ["1 uses _f", "3 uses _g", "4 uses _h"]
 
 
 def test_a_circle_of_imports_is_found(tmp_path: Path) -> None:

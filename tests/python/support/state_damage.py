@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "minus one": lambda value: -1,
     "zero": lambda value: 0,
     "a fraction": lambda value: 1.5,
+    "one more": lambda value: value + 1 if isinstance(value, (int, float, torch.Tensor)) else 1,
     "70 bits": lambda value: 2**70,
     "63 bits": lambda value: 2**63 - 1,
     "5000 digits": lambda value: 10**5000,
@@ -149,5 +150,17 @@ class Damage:
         return state
 
 
-def _key(holder: dict[Any, Any], key: str | int) -> Any:
-    return list(holder)[key % len(holder)] if isinstance(key, int) else key
+def places(state: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to each kind of entry that is loaded, but not into a state within it."""
+    yield here
+    if isinstance(state, dict) and not (here and "version" in state):
+        entries = [*state.values()]
+        alike = all(isinstance(e, dict) and e.keys() == entries[0].keys() for e in entries)
+        for key in [key for key in state if key != "options"][-1 if alike else 0 :]:
+            yield from places(state[key], (*here, key))
+
+
+def _key(holder: Any, key: str | int) -> Any:
+    if isinstance(holder, list) or not isinstance(key, int):
+        return key
+    return list(holder)[key % len(holder)]

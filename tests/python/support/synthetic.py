@@ -289,9 +289,8 @@ def own_part(state: dict[str, Any]) -> dict[str, Any]:
     return state if "version" in state else next(iter(state.values()))
 
 
-def without_checksums(state: dict[str, Any]) -> dict[str, Any]:
+def without_checksums(state: Any) -> Any:
     """The state without its checksums, which would reveal every change."""
-    own = own_part(state)
-    for part in (own, *own["parameters"].values()):
-        del part["crc32"]
-    return state
+    if not isinstance(state, dict):
+        return state
+    return {key: without_checksums(value) for key, value in state.items() if key != "crc32"}

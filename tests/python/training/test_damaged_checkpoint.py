@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from support.synthetic import (
     SHAPES,
     from_bytes,
     make_compressed,
-    own_part,
     to_bytes,
     train,
     weights_of,
@@ -29,24 +27,11 @@ OPTIONS = tp.Options.hook_defaults(
 RANDOM_FLIPS = 24
 COUNTS = ("steps", "skipped_steps", "compressed_calls", "exact_calls", "bytes_before")
 
-State = dict[str, Any]
-
 
 def _flip(data: bytes, place: int, bit: int) -> bytes:
     flipped = bytearray(data)
     flipped[place] ^= 1 << bit
     return bytes(flipped)
-
-
-def _flip_in(field: str, data: bytes) -> bytes:
-    """Flips the highest bit of the mantissa of an element, which torch.load does not notice."""
-    tensor = own_part(from_bytes(data))["parameters"]["weights.tall"][field].contiguous()
-    place = data.index(tensor.numpy().tobytes()) + 4 * (tensor.numel() // 2)
-    flipped = _flip(data, place + 2, 6)
-    changed = own_part(from_bytes(flipped))["parameters"]["weights.tall"][field]
-    assert changed.isfinite().all()
-    assert not torch.equal(changed, tensor)
-    return flipped
 
 
 # The damaged file, and a part of the error's message.
@@ -58,11 +43,10 @@ FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "text": (lambda data: b"a file of another kind\n" * 50, ""),
     "of another program": (
         lambda data: to_bytes({"version": 1, "epoch": 3}),
-        "the checkpoint has no ",
+        "the checkpoint must be a dict with 'step'",
     ),
     "a list": (lambda data: to_bytes([1, 2]), "must be a dict, got list"),
 }
-TENSORS = {False: ("residual", "q"), True: ("memory", "p_hat", "q_local", "q_warm")}
 
 
 class Trained:
@@ -116,9 +100,6 @@ def test_a_damaged_file_of_one_rank_is_an_error_on_all(
     trained = Trained(rank, per_rank, tmp_path)
     for damage, part in FILES.values():
         assert part in trained.load_damaged(damage(trained.saved))
-    for field in TENSORS[per_rank]:
-        message = trained.load_damaged(_flip_in(field, trained.saved))
-        assert "'weights.tall' does not match its crc32" in message
     trained.load_damaged(None)
     assert trained.load(trained.saved) == ""
     assert to_bytes(trained.compression.state_dict(per_rank=per_rank)) == trained.saved
@@ -142,26 +123,3 @@ def test_a_bit_that_is_flipped_anywhere_is_noticed_or_makes_no_difference(
         trained.compression.load_state_dict(from_bytes(now))
     # Most of the file are tensors, whose flips only the checksums notice.
     assert noticed > RANDOM_FLIPS / 4
-
-
-def _step(state: State) -> None:
-    state["step"] += 1
-
-
-def _renamed(state: State) -> None:
-    state["parameters"]["weights.tale"] = state["parameters"].pop("weights.tall")
-
-
-def _scale(state: State) -> None:
-    state["parameters"]["weights.tall"]["grad_scale"] = 2.0
-
-
-@on_ranks(2)
-def test_the_checksums_cover_numbers_and_names(rank: int, tmp_path: Path) -> None:
-    trained = Trained(rank, True, tmp_path)
-    before = trained.everything()
-    for spoil, part in {_step: "checkpoint", _renamed: "'weights.tale'", _scale: "tall'"}.items():
-        spoil(own_part(state := from_bytes(trained.saved)))
-        with pytest.raises(ValueError, match=f"{part} does not match its crc32"):
-            trained.compression.load_state_dict(state)
-        assert trained.everything() == before

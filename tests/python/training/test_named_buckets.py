@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torch_powersgd as tp
-import torch_powersgd.compression
+import torch_powersgd.attachment
 from support.on_ranks import on_ranks
 from support.operators import Operators
 from support.paired_training import same
@@ -51,4 +51,4 @@ def test_tensors_side_by_side_are_averaged_where_they_are(rank: int, order: int,
 @pytest.mark.parametrize(("device", "megabytes"), [("cpu", 25), ("meta", 100)])
 def test_buckets_are_larger_on_gpus(device: str, megabytes: int) -> None:
     target = target_of({"w": torch.zeros(3, 3, device=device)})
-    assert torch_powersgd.compression._bucket_bytes(target) == megabytes << 20
+    assert torch_powersgd.attachment.bucket_bytes(target) == megabytes << 20

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
-import torch_powersgd.compression
+import torch_powersgd.attachment
 from support import ranks
 from support.on_ranks import all_agree, on_ranks
 from support.paired_training import same
@@ -51,7 +51,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "complex": (20, 24),
 }
 DTYPES = {"double": torch.float64, "half": torch.bfloat16, "complex": torch.complex64}
-RAW = {"bias", "scalar", "empty"}
+RAW = {"bias", "scalar", "empty", "double"}
 # Each output in bfloat16 is rounded once, as in test_identity.
 TOLERANCES = {
     "double": TOLERANCE[torch.float64],
@@ -80,7 +80,7 @@ def _means(i: object) -> Tensors:
 
 
 def _attach(**fields: Any) -> tp.Compression:
-    torch_powersgd.compression.BUCKET_BYTES = BUCKET_BYTES[dist.get_world_size()]
+    torch_powersgd.attachment.BUCKET_BYTES = BUCKET_BYTES[dist.get_world_size()]
     return tp.attach(_values(0, "attach"), dataclasses.replace(OPTIONS, **fields))
 
 

@@ -20,6 +20,7 @@ from support import cuda_ranks, ranks
 from support.cuda_ranks import bits, needs_cuda
 from support.synthetic import gradient
 from torch_powersgd._core import _C
+from torch_powersgd.options import to_core
 
 CUDA = pytest.param("cuda", marks=needs_cuda)
 EXACT_STEPS = 3
@@ -92,6 +93,6 @@ def test_two_ranks_agree(device: str, inner: str) -> None:
     ],
 )
 def test_more_ranks_agree_two_shot(world_size: int, device: str) -> None:
-    p, _ = _C.traffic_of([(4096, WIDTH)], OPTIONS._core(), torch.float32, device, world_size)
+    p, _ = _C.traffic_of([(4096, WIDTH)], to_core(OPTIONS), torch.float32, device, world_size)
     assert p.schedule == "two-shot"
     _check(world_size, device)

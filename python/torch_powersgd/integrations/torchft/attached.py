@@ -57,8 +57,8 @@ class Attached(ABC):
 
     def __init__(self, target: Target, manager: Manager, groups: Groups) -> None:
         self.manager, self.groups = manager, groups
-        self.compression = compress(target, None, groups._alone(), register_hook=False)
-        self.compression._apart = True
+        alone = groups._alone()
+        self.compression = compress(target, None, alone, register_hook=False, apart=True)
         self.step: int | None = None  # the manager's count at the step begun, until it is settled
         self.compresses = False  # whether the present pass is compressed
         _settle_with(manager, self.settle)
@@ -80,8 +80,9 @@ class Attached(ABC):
         if target is None or self.compression.ended:
             return
         self.settle()
-        reducer, _ = make_reducer(target, None, group, previous=self.compression)
-        self.compression._go_on(reducer, group)
+        attachment = self.compression.attachment
+        reducer, _ = make_reducer(target, None, group, previous=attachment)
+        attachment.move(reducer, group)
         self.moved()
 
     def check_group(self) -> None:
@@ -125,7 +126,7 @@ class AttachedDdp(Attached):
     def moved(self) -> None:
         module = self.module()
         assert module is not None
-        self.buckets = _C.DdpBuckets(self.compression._reducer, module.reducer)
+        self.buckets = _C.DdpBuckets(self.compression.attachment.reducer, module.reducer)
 
     def sum(self, tensor: torch.Tensor) -> dist.Work | None:
         module = self.module()
@@ -177,12 +178,12 @@ class AttachedShards(Attached):
         self.in_pass = True
         if not self.compresses:
             return None
-        reducer = self.compression._reducer
+        reducer = self.compression.attachment.reducer
         return Sum(self.groups._leave, reducer.reduce(bucket, tensor, parameters, divisor=1))
 
     def end_step(self) -> None:
         if self.in_pass and self.compresses:
-            self.compression._reducer.end_step()
+            self.compression.attachment.reducer.end_step()
         self.in_pass = False
 
     def settle(self) -> None:
@@ -241,7 +242,7 @@ class AttachedFragment(Attached):
         if self.passed == len(self.names):
             self.settle()
             self.begin_pass()
-            tensors = self.compression._tensors
+            tensors = self.compression.attachment.tensors
             assert tensors is not None  # because it has not ended
             self.round.begin(tensors.sum([changes[name] for name in self.names]))
         return self.round

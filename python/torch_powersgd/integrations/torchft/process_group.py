@@ -201,7 +201,7 @@ def _make_group(
     made.store, made.group_rank, made.group_size = store, rank, size
     made.timeout, made.group_id = timeout, "torchft"
     with _environment(_NCCL_VARIABLES):
-        backend = _backend._create(made, options)
+        backend = _backend.create(made, options)
     group = dist.ProcessGroup(store, rank, size)
     for device in device_types():
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
