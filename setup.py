@@ -84,7 +84,7 @@ def extension(cuda: toolkit.Toolkit) -> Any:
         macros.append(("POWERSGD_WITH_CUDA", None))
         flags["nvcc"] = ["-O3"]
         # torch itself adds CUDA_HOME's include, and lib64 or lib.
-        include_dirs += [str(cuda.include)] if "targets" in (cuda.include or Path()).parts else []
+        include_dirs += [str(cuda.include)] if "targets" in cuda.include.parts else []
         library_dirs.append(str(cuda.lib))
         if not torch.cuda.is_available():
             architectures = toolkit.default_architectures(torch.version.cuda or "")

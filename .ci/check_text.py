@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Finds words that the project replaces by others, and lines of Markdown that are too long.
+"""Finds words that the project replaces by others, and long lines of Markdown and C++.
 
     python .ci/check_text.py [FILE ...]        default: all files that git tracks
 
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-COLUMNS = 100
+COLUMNS = 100  # of a line of Markdown and C++
 # These hold third-party text, results, and the words themselves.
 EXCLUDED = r"LICENSE|docs/images/|benchmarks/results/|.*check_text\.py$|.*\.(png|svg|json)$"
 # A lane is one element of a vector register, or one thread of a warp.
@@ -49,7 +49,7 @@ def findings(name: str, text: str) -> Iterator[str]:
         fenced ^= line.lstrip().startswith("```")
         shown = re.sub(r"\]\([^)]*\)|https?://\S+", "", line)  # without the targets of links
         is_text = not fenced and not line.lstrip().startswith(("|", "<img", "[!["))
-        if name.endswith(".md") and is_text and len(shown) > COLUMNS:
+        if re.search(r"\.(md|h|inl|cpp|cuh?)$", name) and is_text and len(shown) > COLUMNS:
             yield f"{name}:{number}: {len(shown)} columns: at most {COLUMNS}"
 
 

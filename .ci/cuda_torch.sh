@@ -34,7 +34,7 @@ fi
 
 CUDA_HOME=$(.ci/cuda_home)
 # Builds in a copy, to keep the objects for the other torch, and for one architecture, because
-# nvcc_report.sh compiles the kernels for all of them.
+# check_kernels.py compiles the kernels for all of them.
 cp -r setup.py setup_support pyproject.toml LICENSE README.md csrc docs include python tests "$tree"
 rm -f "$tree"/python/torch_powersgd/_C*.so
 cd "$tree"
@@ -46,16 +46,13 @@ if ! PATH=$env/bin:$PATH "$python" setup.py build_ext --inplace >"$log" 2>&1; th
   exit 1
 fi
 export PYTHONPATH=$tree/python
-"$python" - <<'CHECK'
-import torch, torch_powersgd
+"$python" -c '
 from torch_powersgd import _C
-
-assert _C.has_kernels("cuda") and _C.has_kernels("cpu")
-print("built, linked and imported against torch", torch.__version__, "without a GPU")
-CHECK
+assert _C.has_kernels("cuda") and _C.has_kernels("cpu")'
+echo "built, linked and imported against $torch, without a GPU"
 
 # The folders that depend on torch, without slow tests that do not.
 cd tests/python
 "$python" -m pytest -q -n "${JOBS:-2}" \
-  backend training torch_features hostile other_suites tools/test_advise_command.py \
+  backend training torch_features hostile other_suites cli/test_advise.py \
   --ignore=backend/test_replicas.py --ignore=torch_features/test_elastic.py

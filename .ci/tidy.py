@@ -11,7 +11,6 @@ source, a header or a check changes.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import platform
 import subprocess
 import sys
@@ -19,6 +18,8 @@ import sysconfig
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from torch.utils.cpp_extension import include_paths
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
@@ -44,11 +45,7 @@ def sources(folder: str) -> list[Path]:
 
 def flags() -> list[str]:
     """The compiler flags."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("clang-tidy needs the headers of torch, which is not installed")
-    torch = Path(spec.submodule_search_locations[0]) / "include"
-    system = [torch, torch / "torch/csrc/api/include", Path(sysconfig.get_path("include"))]
+    system = [*include_paths(), sysconfig.get_path("include")]
     # clang does not know `#pragma GCC target`, so the intrinsics of every target are enabled here.
     machine = ["-march=x86-64-v4"] if platform.machine() == "x86_64" else []
     return [
@@ -63,9 +60,7 @@ def flags() -> list[str]:
 def fingerprint(files: Iterable[Path], arguments: list[str]) -> str:
     """A digest of everything that a check depends on, except torch itself."""
     folders = [ROOT / folder for folder in ("include", "csrc")]
-    headers = [
-        f for folder in folders for suffix in ("h", "inl") for f in folder.rglob(f"*.{suffix}")
-    ]
+    headers = [f for folder in folders for f in folder.rglob("*.[hi]*")]  # .h and .inl
     digest = hashlib.sha256(repr(arguments).encode())
     for file in sorted([*files, *headers, ROOT / ".clang-tidy"]):
         digest.update(str(file).encode() + file.read_bytes())

@@ -89,7 +89,7 @@ PARTS = {
             "cluster_links",
             60,
             "bench_cluster.py --ranks 2 --rounds 5 --learning-steps 300 --seeds 3"
-            " --methods none ddp-alone plain fp16 hook-1-bucket:4,16 attached:4 bf16-wire:16"
+            " --methods none plain fp16 hook-1-bucket:4,16 attached:4 bf16-wire:16"
             " int8-wire:8,16,32 int4-wire:32"
             " --learning-methods plain hook-1-bucket:16 bf16-wire:16 int8-wire:16,32",
             picture=True,
@@ -127,15 +127,15 @@ PARTS = {
         Measurement(
             "cluster_cpu",
             30,
-            "bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80 --rank 4"
-            " --methods none ddp-alone plain fp16 hook-1-bucket author attached flat bf16-wire",
+            "bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80"
+            " --methods none plain fp16 hook-1-bucket:4 author:4 attached:4 flat:4 bf16-wire:4",
         ),
     ],
     "reliability": [
         Measurement("faults", 20, "bench_reliability.py faults"),
         Measurement("restarts", 5, "bench_reliability.py restarts"),
     ],
-    "scaling": [Measurement("scaling", 30, "bench_scaling.py --resume")],
+    "scaling": [Measurement("scaling", 5, "bench_scaling.py")],
     "convergence": [
         Measurement("convergence", 360, "bench_convergence.py losses --resume", picture=True),
         Measurement(

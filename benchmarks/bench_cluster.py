@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Compares methods of averaging gradients by the time of a training step on a slow network.
 
-    python benchmarks/bench_cluster.py --ranks 2 --rates 1gbit
-    python benchmarks/bench_cluster.py --quick --models gpt-1M
+    python benchmarks/bench_cluster.py --rates 1gbit --models gpt-1M --rounds 2
     python benchmarks/bench_cluster.py --methods none plain hook-1-bucket:4 bf16-wire:8,16,32
-    python benchmarks/bench_cluster.py --rates 1gbit --delays 0.1 5 20 50 --seeds 3
-    python benchmarks/bench_cluster.py --rounds 0 --methods plain int8-wire:16
-    python benchmarks/bench_cluster.py --before ../last-week --models gpt-1M --ranks 8 --delays 20
+    python benchmarks/bench_cluster.py --rates 1gbit --delays 0.1 5 20 50
+    python benchmarks/bench_cluster.py --rounds 0 --learning-steps 300 --methods plain int8-wire:16
     python benchmarks/bench_cluster.py --device cuda --models gpt2 --json gpt2.json --logs logs
     python benchmarks/bench_cluster.py --show gpt2.json --picture gpt2.png
 
@@ -22,15 +20,14 @@ left behind.
 
 With --delays, each frame takes that much longer from host to host, one way. The links are then TAP
 devices, and one process forwards frames between them, because many kernels lack netem; see
-launcher/emulated_links.py. TCP windows are the machine's own, and so is congestion control unless
---congestion-control is given.
+launcher/emulated_links.py. TCP windows and congestion control are the machine's own.
 
 The loss comes from separate, longer runs on unshaped links, with the same text for every method.
-The time to a loss is the number of steps to it times the median step time. The target losses are
-those of plain after each quarter of its steps, seed by seed; with --seeds, a figure is the median
-over the seeds. A method that has not reached plain's final loss by plain's last step trains for
-half as many steps again. The bytes sent are the interface's count, which sees large segments before
-they are split, so it lacks the headers that a cable would also carry, a few percent.
+The time to a loss is the number of steps to it times the median step time. The target is plain's
+final loss with the same seed; with --seeds, a figure is the median over the seeds. A method that
+has not reached it by plain's last step trains for half as many steps again. The bytes sent are the
+interface's count, which sees large segments before they are split, so it lacks the headers that a
+cable would also carry, a few percent.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ from cluster.player import Player, Run
 from cluster.rank import Job
 from cluster.trainees import EXACT_STEPS
 from launcher import emulated_links, hosts, signals
-from report import Record, commit, processor, provenance, show, write
+from report import Record, processor, provenance, show, write
 
 # The first steps are not measured: they are exact, rebuild buckets and allocate memory.
 WARMUP_STEPS = EXACT_STEPS + 3
@@ -97,41 +94,35 @@ class Bench:
             "steps_per_round": arguments.steps,
             "warmup_steps": WARMUP_STEPS,
             "titles": {contender.name: contender.title for contender in self.contenders},
-            **({"before": commit(arguments.before)} if arguments.before else {}),
             "left_out": {contender.title: why for contender, why in lacks.items() if why},
             "losses": {},
             "settings": [],
         }
 
     def measure(self, model: str, ranks: int) -> None:
-        """Measures at every rate and delay, with and without slow start after idle."""
+        """Measures at every rate and delay."""
         with torch.device("meta"):
             gradient_bytes = sum(p.nbytes for p in models.TASKS[model].make().parameters())
         learned = self._learned(model, ranks)
         if not self.arguments.rounds:
             return
-        marks = figures.marks(learned, self.arguments.loss)
-        of = self.arguments
-        links = itertools.product(of.rates, of.delays, of.slow_start_after_idle)
-        for rate, delay_ms, idle in links:
+        target = figures.target(learned)
+        for rate, delay_ms in itertools.product(self.arguments.rates, self.arguments.delays):
             # Six times what a ring all-reduce takes on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
-            network = hosts.Hosts(ranks, rate, delay_ms, None, of.congestion_control, idle)
-            with network as cluster, contextlib.ExitStack() as stack:
+            with hosts.Hosts(ranks, rate, delay_ms) as cluster, contextlib.ExitStack() as stack:
                 players = {
                     contender: stack.enter_context(self._player(cluster, limit, model, contender))
                     for contender in self.contenders
                 }
-                self._play(players, self._setting(model, cluster, marks), learned, marks)
+                self._play(players, self._setting(model, cluster, target), learned, target)
 
     def _player(
         self, cluster: hosts.Hosts, limit: float, model: str, contender: Contender, seed: int = 0
     ) -> Player:
         job = Job(contender.method, contender.rank or 0, model, self.arguments.device, seed)
-        packages = self.arguments.before / "python" if contender.before else None
-        logs = self.arguments.logs
         variables = {**self.variables, **contender.how.variables}
-        return Player(cluster, job, limit, WARMUP_STEPS, variables, logs, packages)
+        return Player(cluster, job, limit, WARMUP_STEPS, variables, self.arguments.logs)
 
     def _learned(self, model: str, ranks: int) -> dict[str, list[Run]]:
         """Returns the runs for the loss, one for each seed."""
@@ -171,16 +162,15 @@ class Bench:
         _tell(f"{model}, {len(cluster)} ranks, loss of seed {seed}", contender, run)
         return run
 
-    def _setting(self, model: str, cluster: hosts.Hosts, marks: figures.Marks) -> Record:
+    def _setting(self, model: str, cluster: hosts.Hosts, target: figures.Target) -> Record:
         setting: Record = {
             "model": model,
             "ranks": len(cluster),
             "rate": cluster.rate,
             "delay_ms": cluster.delay_ms,
             "congestion_control": cluster.congestion_control,
-            "slow_start_after_idle": cluster.slow_start_after_idle,
             "load_average_before": os.getloadavg()[0],
-            **marks.record(),
+            **target.record(),
             "methods": {},
         }
         self.record["settings"].append(setting)
@@ -191,7 +181,7 @@ class Bench:
         players: Mapping[Contender, Player],
         setting: Record,
         learned: Mapping[str, Sequence[Run]],
-        marks: figures.Marks,
+        target: figures.Target,
     ) -> None:
         """Measures the rounds of a setting."""
         where = figures.title(setting)
@@ -207,7 +197,7 @@ class Bench:
                 self.record["device"] = run.device or self.record["device"]
                 if number == 0 or run.failures:
                     _tell(where, contender, run)
-            compared = figures.compare(rounds, learned, marks)
+            compared = figures.compare(rounds, learned, target)
             setting["methods"] = {
                 contender.name: compared[contender.name]
                 for contender in self.contenders
@@ -265,8 +255,7 @@ def main() -> None:
     if arguments.picture:
         from cluster import pictures
 
-        names = [contender.name for contender in arguments.pictured]
-        pictures.draw_links(record, names, arguments.picture)
+        pictures.draw_links(record, command_line.PICTURED.split(), arguments.picture)
 
 
 if __name__ == "__main__":

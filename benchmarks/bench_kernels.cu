@@ -60,7 +60,7 @@ Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
   bucket.p_numel += layout.in_front;
   for (Matrix& m : matrices) m.use_offset = bucket.p_numel++;
   bucket.p_numel += 1;
-  const TileTable table = cuda::make_tiles(matrices, raw, DType::kFloat32);
+  const TileTable table = cuda::make_tiles(matrices, raw);
   bucket.matrices = pool.upload(matrices);
   bucket.raw_segments = pool.upload(raw);
   bucket.tiles = pool.upload(table.tiles);
@@ -74,10 +74,9 @@ Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
   bucket.workspace = pool.zeros(table.workspace_bytes);
   bucket.counters = pool.zeros<uint64_t>(table.num_counters * sizeof(uint64_t));
   bucket.state = pool.zeros<BucketState>(sizeof(BucketState));
-  bucket.step_counts = pool.zeros<StepCounts>(sizeof(StepCounts));
+  bucket.skipped_steps = pool.zeros<StepCount>(sizeof(StepCount));
   bucket.gradient_dtype = kind.gradient;
   bucket.residual_dtype = kind.residual;
-  bucket.factor_dtype = DType::kFloat32;
   bucket.bfloat16_products = measured.products->bfloat16;
   bucket.units = bucket.output_scale = 1;
   bucket.seed = seed;

@@ -42,8 +42,8 @@ from stages.floor import floor_ms
 
 import torch_powersgd
 from torch_powersgd._core import _C
+from torch_powersgd.cli.footprint import Layout, buckets_of
 from torch_powersgd.option_values import dtype_name
-from torch_powersgd.tools.footprint import Layout, buckets_of
 
 COPIED_BYTES = 1 << 30  # on a GPU, to measure its copy speed
 

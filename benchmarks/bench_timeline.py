@@ -47,15 +47,13 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", type=contenders.parse, metavar="METHOD[:RANK]")
     parser.add_argument("--ranks", type=int, default=4, help="hosts, each with one process (4)")
     parser.add_argument("--rate", default="10gbit", help="rate of the links (10gbit)")
-    congestion = "TCP congestion control of the hosts, by its name in Linux (the machine's)"
-    parser.add_argument("--congestion-control", help=congestion, metavar="NAME", default="")
     parser.add_argument("--warmup", type=int, default=6, help="steps before those shown (6)")
     parser.add_argument("--steps", type=int, default=8, help="steps shown (8)")
     parser.add_argument("--logs", type=Path, help="folder for the logs of the MPS daemon")
     arguments = parser.parse_args(words)
     arguments.model = arguments.model or MODELS[arguments.device]
-    methods = arguments.methods or map(contenders.parse, METHODS.split())
-    arguments.contenders = contenders.expand(methods, [16])
+    methods = arguments.methods or [contenders.named(METHODS)]
+    arguments.contenders = contenders.joined(methods)
     return arguments
 
 
@@ -70,8 +68,7 @@ def measure(arguments: argparse.Namespace) -> Record:
         "methods": {},
     }
     machine = bench_cluster.machine(of.device, of.logs)
-    network = hosts.Hosts(of.ranks, of.rate, congestion_control=of.congestion_control)
-    with machine as variables, network as cluster:
+    with machine as variables, hosts.Hosts(of.ranks, of.rate) as cluster:
         record["congestion_control"] = cluster.congestion_control
         for contender in of.contenders:
             of_method = {**variables, **contender.how.variables}

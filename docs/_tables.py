@@ -3,11 +3,7 @@
 
 A table stands between two comments, <!-- table: NAME of FILE --> and <!-- end of table -->. NAME
 is a function in one of the tables modules in benchmarks. It can take arguments:
-<!-- table: losses front language lstm of convergence.json -->. Three kinds of words lay it out:
-
-    -METHOD        without the row of this method
-    bare           without what follows a number in parentheses
-    columns=1,2,5  with these columns only
+<!-- table: losses front language lstm of convergence.json -->. The word -METHOD leaves a row out.
 
     python docs/_tables.py performance
     python docs/_tables.py --write
@@ -38,7 +34,6 @@ _TABLE = re.compile(
 _OF_BENCHMARKS: tuple[Callable[..., Table], ...] = (
     of_cluster.links,
     of_cluster.by_model,
-    of_cluster.learning,
     of_stages.stages_by_rank,
     of_stages.stages_on_gpu,
     of_convergence.losses,
@@ -47,7 +42,8 @@ _OF_BENCHMARKS: tuple[Callable[..., Table], ...] = (
     of_convergence.unlike_data,
     of_reliability.outcomes,
     of_reliability.suites,
-    *of_scaling.TABLES,
+    of_scaling.larger_groups,
+    of_scaling.sent_by_ranks,
 )
 TABLES = {table.__name__: table for table in _OF_BENCHMARKS}
 
@@ -71,19 +67,12 @@ def _remade(page: Path) -> str:
 
 def _made(found: re.Match[str]) -> str:
     record = json.loads((BENCHMARKS / "results" / found[4]).read_text())
-    layout = [word for word in found[3].split() if re.match("bare$|columns=|-", word)]
-    arguments = [word for word in found[3].split() if word not in layout]
-    left_out = [word[1:] for word in layout if word.startswith("-")]
+    words = found[3].split()
+    arguments = [word for word in words if not word.startswith("-")]
+    left_out = [word[1:] for word in words if word.startswith("-")]
     options = {"without": left_out} if left_out else {}
-    headings, rows = TABLES[found[2]](record, *arguments, **options)
-    lines = [headings, *rows]
-    for word in layout:
-        if word == "bare":
-            lines = [[re.sub(r"(?<=\d) \(.*\)$", "", cell) for cell in line] for line in lines]
-        elif word.startswith("columns="):
-            kept = [int(number) - 1 for number in word.removeprefix("columns=").split(",")]
-            lines = [[line[column] for column in kept] for line in lines]
-    return f"{found[1]}\n{markdown((lines[0], lines[1:]))}\n{found[5]}"
+    table = TABLES[found[2]](record, *arguments, **options)
+    return f"{found[1]}\n{markdown(table)}\n{found[5]}"
 
 
 if __name__ == "__main__":

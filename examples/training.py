@@ -24,7 +24,7 @@ import torch_powersgd as tp
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Wrap = Callable[[nn.Module], DistributedDataParallel]
-WIRE_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
+WIRE_DTYPES = ("none", "bfloat16", "int8", "int4")
 DEFAULTS = tp.Options()
 
 
@@ -44,7 +44,7 @@ def common_options(doc: str) -> argparse.ArgumentParser:
         "--wire-dtype",
         choices=WIRE_DTYPES,
         default=DEFAULTS.wire_dtype,
-        help="wire dtype of the factors",
+        help="wire dtype of the factors; none sends float32",
     )
     add("--exact-steps", type=int, default=exact, help="number of steps before compression begins")
     add("--steps", type=int, help="number of steps")
@@ -70,7 +70,7 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 def compress(args: argparse.Namespace, ddp: DistributedDataParallel) -> tp.Compression:
     options = tp.Options(
         matrix_approximation_rank=args.rank,
-        wire_dtype=args.wire_dtype,
+        wire_dtype=None if args.wire_dtype == "none" else args.wire_dtype,
         start_powerSGD_iter=args.exact_steps,
     )
     return tp.attach(ddp, options)

@@ -8,14 +8,6 @@ from pathlib import Path
 
 OLDEST_TORCH = "2.11"
 
-# Code, which is left alone, or the target of a Markdown link or of an HTML image or link.
-_CODE_OR_TARGET = re.compile(
-    r"""(?P<code>^(?P<fence>```+|~~~+).*?^(?P=fence)|`+[^`\n]+`+)
-      | (?P<image>!\[[^\]]*\]\(|\bsrc(?:set)?=["'])(?P<source>[^)"'\s]+)
-      | (?P<link>\]\(|^\[[^\]]+\]:[ ]|\bhref=["'])(?P<target>[^)"'\s]+)""",
-    re.VERBOSE | re.MULTILINE | re.DOTALL,
-)
-
 
 def requirements(torch_version: str | None = None) -> list[str]:
     """The requirements of the package. A binary requires exactly the torch it was built against.
@@ -50,15 +42,7 @@ def absolute_links(markdown: str, repository: str) -> str:
     """Points relative links to the repository, because a package index has only the text."""
 
     def absolute(match: re.Match[str]) -> str:
-        if match["code"]:
-            return match[0]
-        target = match["source"] or match["target"]
-        if re.match(r"[a-z][a-z0-9+.-]*:|//", target, re.IGNORECASE):
-            return match[0]
-        if target.startswith("#"):
-            return f"{match['link']}{repository}{target}"
-        kind = "raw" if match["source"] else "blob"
-        path = target.removeprefix("./").lstrip("/")
-        return f"{match['image'] or match['link']}{repository}/{kind}/HEAD/{path}"
+        kind = "raw" if match[1].startswith("!") else "blob"
+        return f"{match[1]}{repository}/{kind}/HEAD/{match[2]}"
 
-    return _CODE_OR_TARGET.sub(absolute, markdown)
+    return re.sub(r"(!\[[^\]]*\]\(|\]\()(?!https?:)([^)]+)", absolute, markdown)

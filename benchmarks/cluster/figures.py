@@ -13,18 +13,16 @@ from report import quartiles
 
 from cluster.player import Run
 
-# Methods that average nothing. Figures give how much longer a step takes than theirs.
-REFERENCES = {"none": "above_none", "ddp-alone": "above_ddp_alone"}
+NONE = "none"  # Figures give how much longer a step takes than this method's.
+REFERENCES = (NONE, "ddp-alone")  # methods that average nothing
 LEAST_WINDOW = 10
-MARKS = (0.25, 0.5, 0.75, 1)  # shares of plain's steps, after which its losses are the targets
 Figures = dict[str, Any]
 
 
 def link(setting: Mapping[str, Any]) -> str:
-    """Returns the rate of a setting's links, and other properties that are not the default."""
+    """Returns the rate of a setting's links, and their delay if they have one."""
     delay = f", {setting['delay_ms']:g} ms" if setting["delay_ms"] else ""
-    idle = "" if setting.get("slow_start_after_idle", 1) else ", no slow start after idle"
-    return f"{setting['rate']}{delay}{idle}"
+    return f"{setting['rate']}{delay}"
 
 
 def title(setting: Mapping[str, Any]) -> str:
@@ -62,48 +60,30 @@ def steps_to(loss: float, losses: Sequence[float], size: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Marks:
-    """The target losses that all methods are timed to: plain's with the same seed, or a given one.
+class Target:
+    """The losses that all methods are timed to: plain's final loss of each seed.
 
-    Args:
-        steps: the number of steps of plain's runs.
-        shares: the shares of plain's steps after which it has these losses; empty for a given loss.
-        losses: for each target, the loss of each seed.
+    There is none if plain has trained for too few steps.
     """
 
-    steps: int
-    shares: Sequence[float]
-    losses: Sequence[Sequence[float]]
+    steps: int  # of plain's runs
+    losses: Sequence[float]
 
     def record(self) -> dict[str, Any]:
-        """The part of a record that states the targets."""
-        last = statistics.median(self.losses[-1]) if self.losses else None
-        return {
-            "learning_steps": self.steps,
-            "loss": last,
-            "marks": [[round(loss, 4) for loss in each] for each in self.losses],
-            "mark_shares": list(self.shares),
-        }
+        """The part of a record that states the target."""
+        loss = statistics.median(self.losses) if self.losses else None
+        return {"learning_steps": self.steps, "loss": loss}
 
 
-def marks(learned: Mapping[str, Sequence[Run]], loss: float | None) -> Marks:
-    """Returns plain's losses after the shares MARKS of its steps, or the given loss.
-
-    Args:
-        learned: the runs of each method, one per seed.
-        loss: the target instead of plain's losses.
-    """
+def target(learned: Mapping[str, Sequence[Run]]) -> Target:
+    """The target of the runs of each method, one per seed."""
     plain = learned.get("plain", [])
     lengths = [len(run.losses) for runs in learned.values() for run in runs]
     steps = min((len(run.losses) for run in plain), default=max(lengths, default=0))
-    if loss is not None:
-        seeds = max((len(runs) for runs in learned.values()), default=0)
-        return Marks(steps, (), [[loss] * seeds] if seeds else [])
-    if not plain or steps < 4 * LEAST_WINDOW:
-        return Marks(steps, (), [])
-    smooth = [smoothed(run.losses[:steps], window(steps)) for run in plain]
-    losses = [[each[round(steps * share) - 1] for each in smooth] for share in MARKS]
-    return Marks(steps, MARKS, losses)
+    if steps < 4 * LEAST_WINDOW:
+        return Target(steps, [])
+    size = window(steps)
+    return Target(steps, [smoothed(run.losses[:steps], size)[-1] for run in plain])
 
 
 def catches_up(run: Run, plain: Run, steps: int) -> bool:
@@ -113,14 +93,14 @@ def catches_up(run: Run, plain: Run, steps: int) -> bool:
 
 
 def compare(
-    rounds: Sequence[Mapping[str, Run]], learned: Mapping[str, Sequence[Run]], marks: Marks
+    rounds: Sequence[Mapping[str, Run]], learned: Mapping[str, Sequence[Run]], target: Target
 ) -> dict[str, Figures]:
     """The figures of each method.
 
     Args:
         rounds: the runs of each round, by method; a run without milliseconds has failed.
         learned: longer runs for the loss, one per seed.
-        marks: the target losses.
+        target: the target losses.
     """
     methods = dict.fromkeys(method for turns in rounds for method in turns)
     result = {method: _times(method, rounds) for method in methods}
@@ -133,7 +113,7 @@ def compare(
             figures["memory_beyond_plain_in_gradients"] = beyond / figures["gradient_bytes"]
         runs = learned.get(method, [])
         if any(run.losses for run in runs):
-            figures.update(_learning(runs, marks))
+            figures.update(_learning(runs, target))
             figures["failures"] += [why for run in runs for why in run.failures]
     for figures in result.values():
         _add_seconds(figures, plain)
@@ -153,47 +133,37 @@ def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
     figures["gradient_bytes"] = done[0].gradient_bytes
     if done[0].peak_memory_bytes:
         figures["peak_memory_bytes"] = max(run.peak_memory_bytes or 0 for run in done)
-    for reference, name in REFERENCES.items():
-        # Compare within a round, since a slow phase of the machine affects both.
-        above = [
-            statistics.median(turns[method].milliseconds) - statistics.median(base.milliseconds)
-            for turns in rounds
-            if method in turns and turns[method].succeeded
-            if (base := turns.get(reference)) and base.succeeded
-        ]
-        if above and method != reference:
-            figures[f"{name}_ms"] = statistics.median(above)
-            figures[f"{name}_ms_quartiles"] = quartiles(above)
+    # Compare within a round, since a slow phase of the machine affects both.
+    above = [
+        statistics.median(turns[method].milliseconds) - statistics.median(none.milliseconds)
+        for turns in rounds
+        if method in turns and turns[method].succeeded
+        if (none := turns.get(NONE)) and none.succeeded
+    ]
+    if above and method != NONE:
+        figures["above_none_ms"] = statistics.median(above)
+        figures["above_none_ms_quartiles"] = quartiles(above)
     return figures
 
 
-def _learning(runs: Sequence[Run], marks: Marks) -> Figures:
-    """Returns the final loss, a median over the seeds, and the steps to each target."""
-    size = window(marks.steps)
-    ends = [smoothed(run.losses[: marks.steps], size)[-1] for run in runs if run.losses]
-    # A target has a loss for each seed, or one for all seeds.
-    steps = [
-        [steps_to(loss, run.losses, size) for loss, run in zip(losses, runs, strict=False)]
-        for losses in marks.losses
-    ]
-    return {
-        "final_loss": statistics.median(ends),
-        "marks": [{"steps_to_loss": by_seed} for by_seed in steps],
-    }
+def _learning(runs: Sequence[Run], target: Target) -> Figures:
+    """Returns the final loss, a median over the seeds, and the steps of each seed to the target."""
+    size = window(target.steps)
+    ends = [smoothed(run.losses[: target.steps], size)[-1] for run in runs if run.losses]
+    pairs = zip(target.losses, runs, strict=False)
+    steps = [steps_to(loss, run.losses, size) for loss, run in pairs]
+    return {"final_loss": statistics.median(ends), **({"steps_to_loss": steps} if steps else {})}
 
 
 def _add_seconds(figures: Figures, plain: Figures) -> None:
-    """Adds the seconds to each target, and the speedup over plain: medians over the seeds."""
-    if figures.get("step_ms") is None:
+    """Adds the seconds to the target, and the speedup over plain: medians over the seeds."""
+    ours, theirs = figures.get("steps_to_loss"), plain.get("steps_to_loss")
+    if not ours or "step_ms" not in figures:
         return
     # A run that never reaches the loss counts as slower than any other.
-    for mark in figures.get("marks", []):
-        steps = statistics.median(math.inf if n is None else n for n in mark["steps_to_loss"])
-        mark["seconds_to_loss"] = steps * figures["step_ms"] / 1e3 if steps < math.inf else None
-    if plain.get("step_ms") is None:
-        return
-    for ours, theirs in zip(figures.get("marks", []), plain.get("marks", []), strict=False):
-        pairs = zip(ours["steps_to_loss"], theirs["steps_to_loss"], strict=False)
+    steps = statistics.median(math.inf if n is None else n for n in ours)
+    figures["seconds_to_loss"] = steps * figures["step_ms"] / 1e3 if steps < math.inf else None
+    if theirs and "step_ms" in plain:
+        pairs = zip(ours, theirs, strict=False)
         ratios = [their / our if our and their else 0.0 for our, their in pairs]
-        faster = plain["step_ms"] / figures["step_ms"]
-        ours["times_sooner"] = statistics.median(ratios) * faster
+        figures["times_sooner"] = statistics.median(ratios) * plain["step_ms"] / figures["step_ms"]

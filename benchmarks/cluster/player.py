@@ -60,7 +60,6 @@ class Player:
         warmup: unmeasured steps after a start.
         variables: additions to the processes' environment.
         logs: the folder for the output of failed processes; None: it is dropped.
-        packages: a folder to put first on the processes' module search path.
     """
 
     def __init__(
@@ -71,11 +70,10 @@ class Player:
         warmup: int,
         variables: Mapping[str, str] | None = None,
         logs: Path | None = None,
-        packages: Path | None = None,
     ) -> None:
         self._where, self._job, self._logs = where, job, logs
         self._step_limit, self._warmup = step_limit, warmup
-        self._start: dict[str, Any] = {"variables": variables, "packages": packages}
+        self._variables = variables
         self._attempts_left = ATTEMPTS
         self._ranks: Ranks | None = None
         self._losses: list[float] = []
@@ -105,7 +103,7 @@ class Player:
             try:
                 if self._ranks is None:
                     self._losses = []
-                    self._ranks = Ranks(train, self._where, self._job, **self._start)
+                    self._ranks = Ranks(train, self._where, self._job, variables=self._variables)
                     self._stack.enter_context(self._ranks)
                     self._train(self._ranks, self._warmup, GROUP_SECONDS)
                 self._gather(

@@ -24,15 +24,14 @@ def link(setting: Record) -> str:
     return re.sub(r"([kmg])bit", lambda unit: f" {_UNITS[unit[1]]}bit/s", figures_of.link(setting))
 
 
-def links(record: Record, without: Sequence[str] = ()) -> Table:
-    """Milliseconds of a step on each link, with quartiles, and megabytes sent."""
+def links(record: Record) -> Table:
+    """Milliseconds of a step on each link, and megabytes sent."""
     settings = record["settings"]
     headings = ["method", "sent per step, MB", *(f"{link(each)}, ms" for each in settings)]
     rows = [
         [record["titles"][method], _sent(settings, method)]
-        + [_step(each["methods"].get(method, {})) for each in settings]
+        + [_step(_without_quartiles(each["methods"].get(method, {}))) for each in settings]
         for method in _methods(record)
-        if method not in without
     ]
     return headings, rows
 
@@ -48,8 +47,7 @@ def learning(record: Record) -> Table:
     for method in _methods(record):
         figures = [each["methods"].get(method, {}) for each in settings]
         if figures[0].get("final_loss") is not None:
-            lasts = [each["marks"][-1] if each.get("marks") else {} for each in figures]
-            seconds = [_seconds(last, f"not within {steps} steps") for last in lasts]
+            seconds = [_seconds(each, steps) for each in figures]
             final = f"{figures[0]['final_loss']:.3f}"
             rows.append([record["titles"][method], final, *(seconds if loss is not None else [])])
     return headings, rows
@@ -68,19 +66,6 @@ def by_step(record: Record, losses: dict[str, dict[str, list[float]]]) -> Table:
     return ["method", *next(iter(losses.values())), "beyond plain's"], rows
 
 
-def on_the_way(record: Record, rate: str = "1gbit") -> Table:
-    """The seconds to plain's intermediate losses, and the speedup over plain."""
-    setting = next(each for each in record["settings"] if each["rate"] == rate)
-    steps = [round(share * setting["learning_steps"]) for share in setting["mark_shares"]]
-    headings = ["method", *(f"seconds to plain's loss at step {step}" for step in steps)]
-    rows = [
-        [record["titles"][method], *(_seconds(mark, "not reached") for mark in figures["marks"])]
-        for method, figures in setting["methods"].items()
-        if figures.get("marks")
-    ]
-    return headings, rows
-
-
 def _number(name: str, form: str, scale: float = 1) -> Cell:
     """A figure, with its quartiles where the record has them."""
 
@@ -95,8 +80,8 @@ def _number(name: str, form: str, scale: float = 1) -> Cell:
 
 _step = _number("step_ms", "{:.0f}")
 _COSTS: dict[str, Cell] = {
+    "step, ms": _step,
     "above none, ms": _number("above_none_ms", "{:+.0f}"),
-    "above DDP, ms": _number("above_ddp_alone_ms", "{:+.0f}"),
     "times fewer bytes": _number("times_fewer_bytes", "{:.1f}"),
     "peak, MB": _number("peak_memory_bytes", "{:.0f}", 1e-6),
     "beyond plain / gradient": _number("memory_beyond_plain_in_gradients", "{:+.2f}"),
@@ -105,10 +90,9 @@ _COSTS: dict[str, Cell] = {
 
 
 def costs(record: Record, setting: Record) -> Table:
-    """What each method adds to a step on one link. Columns without any figure are left out.
+    """A step on one link, and what each method adds. Columns without any figure are left out.
 
-    "above none" and "above DDP" are relative to a step without synchronization, of the bare model
-    and of DDP.
+    "above none" is relative to a step without synchronization.
     """
     rows = {
         method: {heading: cell(figures) for heading, cell in _COSTS.items()}
@@ -121,7 +105,7 @@ def costs(record: Record, setting: Record) -> Table:
     ]
 
 
-def by_model(record: Record, without: Sequence[str] = ()) -> Table:
+def by_model(record: Record) -> Table:
     """Milliseconds of a step, and those beyond the step without synchronization of the same run."""
     models: dict[str, Record] = {}
     for setting in record["settings"]:  # a method's first run is the one that counts
@@ -129,8 +113,6 @@ def by_model(record: Record, without: Sequence[str] = ()) -> Table:
     above = _COSTS["above none, ms"]
     rows = []
     for method in _methods(record):
-        if method in without:
-            continue
         found = [_without_quartiles(methods.get(method, {})) for methods in models.values()]
         cells = [f"{_step(each)} ({above(each)})" if above(each) else _step(each) for each in found]
         rows.append([record["titles"][method], *cells])
@@ -154,8 +136,6 @@ def everything(record: Record) -> dict[str, Table]:
         part = {**record, "settings": settings}
         tables[f"{title}: a step"] = links(part)
         tables[f"{title}: seconds to the loss of plain"] = learning(part)
-        if settings[0]["mark_shares"]:  # there are none if the loss is given
-            tables[f"{title}: losses on the way"] = on_the_way(part, settings[0]["rate"])
         for setting in settings:
             tables[f"{figures_of.title(setting)}: what a method costs"] = costs(record, setting)
     return {title: table for title, table in tables.items() if table[1]}
@@ -167,11 +147,11 @@ def _methods(record: Record) -> list[str]:
     return [name for name in record["titles"] if any(name in each["methods"] for each in settings)]
 
 
-def _seconds(mark: Figures, never: str) -> str:
-    """The seconds to a loss, with the speedup over plain."""
-    seconds, sooner = mark.get("seconds_to_loss"), mark.get("times_sooner")
+def _seconds(figures: Figures, steps: int) -> str:
+    """The seconds to the target loss, with the speedup over plain."""
+    seconds, sooner = figures.get("seconds_to_loss"), figures.get("times_sooner")
     if seconds is None:
-        return never
+        return f"not within {steps} steps"
     if not sooner or sooner == 1:  # plain itself, or a seed that never reaches the loss
         return f"{seconds:.1f}"
     return f"{seconds:.1f} ({sooner:.1f} times sooner)"

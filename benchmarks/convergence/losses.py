@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import contenders
-from cluster.contenders import Wanted
+from cluster.contenders import Contender
 from cluster.figures import REFERENCES
 from cluster.trainees import EXACT_STEPS
 from process import bytes_written
@@ -36,17 +36,16 @@ from convergence.matrix import Run
 from convergence.tasks import TASKS, Task
 
 NOT_COMPARED = (*REFERENCES, "author")  # the author's code does not use DDP
-RANK = 16  # of the matrices, for methods that name none
 QUICK_METHODS = "plain bf16 hook-1-bucket:1 attached:1 bf16-wire:16 int8-wire:4"
 
 draw = pictures.draw_losses
 
 
-def _compared(text: str) -> Wanted:
-    wanted = contenders.parse(text)
-    if wanted.method in NOT_COMPARED:
-        raise argparse.ArgumentTypeError(f"{wanted.method} does not train a DDP module")
-    return wanted
+def _compared(text: str) -> list[Contender]:
+    found = contenders.parse(text)
+    if found[0].method in NOT_COMPARED:
+        raise argparse.ArgumentTypeError(f"{found[0].method} does not train a DDP module")
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +110,7 @@ def wanted_runs(arguments: argparse.Namespace) -> list[Run]:
     """The runs that the command line requests, without methods that cannot run here."""
     stages = [matrix.STAGES[name] for name in arguments.stages]
     if arguments.methods:
-        chosen = contenders.expand(arguments.methods, [RANK])
+        chosen = contenders.joined(arguments.methods)
         tasks = arguments.tasks or matrix.MODELS
         stages = [matrix.Stage(tasks, " ".join(contender.name for contender in chosen))]
     runs = [

@@ -44,7 +44,7 @@ class Stage:
 
     @property
     def contenders(self) -> list[Contender]:
-        return contenders.expand(map(contenders.parse, self.methods.split()), ())
+        return contenders.named(self.methods)
 
 
 _FRONT = (

@@ -70,7 +70,7 @@ def _lines(methods: tables.Methods) -> dict[str, list[Point]]:
     """The points of each drawn method, by matrix rank."""
     lines: dict[str, list[Point]] = {}
     for name in tables.in_order(methods):
-        method, rank, _ = tables.contender(name)
+        method, rank = tables.contender(name)
         base = method.partition("+")[0]
         drawn = base if base in LOCAL_STYLES else method
         if drawn in (*STYLES, *LOCAL_STYLES):

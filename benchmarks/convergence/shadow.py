@@ -14,7 +14,6 @@ import json
 import statistics
 from pathlib import Path
 
-import torch
 from cluster.trainees import EXACT_STEPS
 from report import Record, Table, in_turn, processor, provenance, write
 from scipy.stats import spearmanr
@@ -25,7 +24,7 @@ import torch_powersgd as tp
 from convergence import ranks, tables
 from convergence.matrix import MODELS
 from convergence.tasks import TASKS, Task
-from torch_powersgd.tools.shadow import STEPS
+from torch_powersgd.shadow_mode import STEPS
 
 RANKS = (1, 2, 4, 8, 16, 32)
 LOSSES = Path(__file__).parents[1] / "results" / "convergence.json"
@@ -91,6 +90,6 @@ def errors(make: ranks.Make, task: Task, seed: int, compared: list[int], steps: 
             trainer.mean(trainer.train_step())
 
     train(EXACT_STEPS)
-    shadow = tp.shadow(modules[0], compared, steps, {"wire_dtype": torch.float32})
+    shadow = tp.shadow(modules[0], compared, steps, {"wire_dtype": None})
     train(steps)
     return [round(shadow.error(rank), 5) for rank in compared]

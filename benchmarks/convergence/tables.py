@@ -21,7 +21,7 @@ Methods = Mapping[str, Record]  # the bytes and the losses of a task, by the nam
 
 
 def contender(name: str) -> Contender:
-    (found,) = contenders.expand([contenders.parse(name)], ())
+    (found,) = contenders.parse(name)
     return found
 
 
@@ -29,7 +29,7 @@ def in_order(methods: Methods) -> list[str]:
     """The names, in the order of METHODS, then by options and matrix rank."""
 
     def place(name: str) -> tuple[int, str, int]:
-        method, rank, _ = contender(name)
+        method, rank = contender(name)
         base, _, options = method.partition("+")
         return list(METHODS).index(base), options, rank or 0
 
@@ -57,7 +57,7 @@ def losses(record: Record, stage: str, *tasks: str, without: Sequence[str] = ())
 
 def losses_by_task(record: Record, stage: str, *methods: str) -> Table:
     """A row for each task of a stage, and a column for each of these methods, without bytes."""
-    contenders_of = contenders.expand(map(contenders.parse, methods), ())
+    contenders_of = contenders.named(" ".join(methods))
     rows = []
     for task in STAGES[stage].tasks:
         found = record["tasks"][task]["methods"]

@@ -30,7 +30,7 @@ INTERFACE = "eth0"
 
 _OWNED = re.compile(r"psgd-(\d+)-(\d+)\b")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
-_TCP = "/proc/sys/net/ipv4/tcp_"
+_CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"  # which namespaces inherit
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 _serial = itertools.count()
 
@@ -117,8 +117,7 @@ class Hosts:
 
     Every link sends at most `rate` in either direction; None: as fast as the machine can.
     A frame from host to host takes `delay_ms` milliseconds longer, half of it on each link. `link`
-    sets the other faults, each of which affects a frame once between two hosts. TCP uses this
-    congestion control, or the machine's, and this value of net.ipv4.tcp_slow_start_after_idle.
+    sets the other faults, each of which affects a frame once between two hosts.
     """
 
     def __init__(
@@ -127,8 +126,6 @@ class Hosts:
         rate: str | None,
         delay_ms: float = 0,
         link: Link | None = None,
-        congestion_control: str = "",
-        slow_start_after_idle: int = 1,
     ) -> None:
         prefix = f"{owner()}-{next(_serial)}"
         self._switch = f"{prefix}-switch"
@@ -136,9 +133,7 @@ class Hosts:
         self.rate = rate
         self.delay_ms = delay_ms
         self._link = dataclasses.replace(link or Link(), delay=delay_ms / 2e3)
-        machines = Path(f"{_TCP}congestion_control").read_text().strip()
-        self.congestion_control = congestion_control or machines
-        self.slow_start_after_idle = slow_start_after_idle
+        self.congestion_control = Path(_CONGESTION_CONTROL).read_text().strip()
         self.emulation: subprocess.Popen[str] | None = None  # of the links, if they need it
 
     def __enter__(self) -> Hosts:
@@ -182,13 +177,8 @@ class Hosts:
             self._make_emulated_links(ports)
         for i, (name, port) in enumerate(zip(self.names, ports, strict=True)):
             _run("ip", "-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", INTERFACE)
-            idle = f"echo {self.slow_start_after_idle} >{_TCP}slow_start_after_idle"
-            _run("ip", "netns", "exec", name, "sh", "-c", idle)
             for interface in ("lo", INTERFACE):
                 _run("ip", "-n", name, "link", "set", interface, "up")
-            # Unlike a namespace's sysctl, a route accepts algorithms that users may not choose.
-            route = f"10.77.0.0/24 dev {INTERFACE} congctl {self.congestion_control}"
-            _run("ip", "-n", name, "route", "replace", *route.split())
             _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
             if self.rate:
                 self._shape("add", self.rate, name, INTERFACE)  # what the host sends

@@ -14,11 +14,10 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -44,10 +43,7 @@ _GRACE_SECONDS = 5  # for the errors of the other processes once one has failed
 
 
 def preload(*modules: str) -> None:
-    """Makes the server import these modules too, if it has not started yet.
-
-    The server does not import torch_powersgd, because processes may use different ones.
-    """
+    """Makes the server import these modules too, if it has not started yet."""
     _context.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", *modules])
 
 
@@ -96,7 +92,6 @@ class Ranks:
         where: the number of local processes, or the hosts, each of which gets one.
         args: further arguments of the function.
         variables: additions to the processes' environment.
-        packages: a folder to put first on the processes' module search path.
     """
 
     def __init__(
@@ -105,7 +100,6 @@ class Ranks:
         where: int | hosts.Hosts,
         *args: Any,
         variables: Mapping[str, str] | None = None,
-        packages: Path | None = None,
     ) -> None:
         namespaces = [""] * where if isinstance(where, int) else where.names
         self.folder = Path(tempfile.mkdtemp(prefix=f"{hosts.owner()}-"))
@@ -117,7 +111,7 @@ class Ranks:
             call = (rank, namespace, variables or {}, function, args)
             self.processes.append(_context.Process(target=_run, args=call, daemon=True))
             self.pipes.append(pipe)
-            with uninterrupted(), _first_on_path(packages):
+            with uninterrupted():
                 self.processes[-1].start()
             far_end.close()
 
@@ -215,15 +209,6 @@ def call(
         if ranks.failed:
             raise RuntimeError(f"{what}: {ranks.complaints()}\n{ranks.log_of_failed()}")
         return [ranks.result(number) for number in range(len(ranks.processes))]
-
-
-@contextmanager
-def _first_on_path(folder: Path | None) -> Iterator[None]:
-    """Puts the folder first on sys.path, for processes started in this context."""
-    before = sys.path[:]
-    sys.path[:0] = [str(folder.resolve())] if folder else []
-    yield
-    sys.path[:] = before
 
 
 def _run(

@@ -11,22 +11,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import shapes
 import torch
 
-from scaling.settings import METHODS, ONE_BUCKET, WIRES, Setting, layout_of, options_of
+import torch_powersgd as tp
 from torch_powersgd._core import _C
+from torch_powersgd.cli.footprint import (
+    BUCKET_BYTES,
+    Layout,
+    buckets_of,
+    elements_of,
+    footprint_of,
+    matrices_of,
+)
 from torch_powersgd.options import to_core
-from torch_powersgd.tools.footprint import Layout, elements_of, matrices_of
 
-TIMED_WORLDS = (2, 8, 32, 128, 512, 1024)
-TIMED_MODELS = ("100 M", "1 B")
+RANK = 16  # of the matrices
+EXACT_STEPS = 2  # the minimum for torch's hook
+WIRES = ("bfloat16", "int8")
+METHODS = ("plain", "hook", *WIRES)  # a wire dtype stands for this project with it
+ONE_BUCKET = 1 << 20  # MiB
+
+MEASURED_MODEL, TIMED_MODEL = "demo", "gpt2"
 COUNTED_WORLDS = (64, 256, 1024)  # in addition to those that are measured
+TIMED_WORLDS = (2, 32, 128, 1024)
+# The methods that are timed, each with DDP's buckets or with a single one.
+TIMED = (
+    ("plain", None),
+    ("int8", None),
+    ("plain", ONE_BUCKET),
+    ("hook", ONE_BUCKET),
+    ("int8", ONE_BUCKET),
+)
 
 # The rounds of messages of a payload. In each, a rank sends one message to every other rank.
 ROUNDS = {"one-shot": 1, "two-shot": 2}
 
 # The bytes that Gloo sends to each other rank in addition to a payload, to synchronize: the maximum
-# that the part "ranks" has measured. A message saves 48 of them if its receive is posted early.
+# that was measured. A message saves 48 of them if its receive is posted early.
 GLOO_BYTES = {"all-reduce": 576, "one-shot": 144, "two-shot": 288}
 
 # The schedule of each payload of a bucket, and the bytes that it makes a rank send.
@@ -52,7 +74,7 @@ class Link:
 
         All-reduces run one after another, each as a ring: a chain of 2 (W - 1) messages. The
         messages of other payloads go straight to all ranks, for all buckets at once. A step then
-        waits for P and Q of the bucket with the most rounds. The part "hops" measures this.
+        waits for P and Q of the bucket with the most rounds.
         """
         payloads = [payload for bucket in buckets for payload in bucket]
         rings = sum(schedule == "all-reduce" for schedule, _ in payloads)
@@ -63,95 +85,97 @@ class Link:
         return chain * self.message + handled * self.handling + sent * self.per_byte
 
 
-def bytes_in_ring(size: int, world_size: int) -> int:
+def options_of(wire: str | None) -> tp.Options:
+    return tp.Options(
+        matrix_approximation_rank=RANK, start_powerSGD_iter=EXACT_STEPS, wire_dtype=wire
+    )
+
+
+def cap_of(method: str) -> int | None:
+    """The bucket_cap_mb with which a method is measured; None: DDP's default."""
+    return ONE_BUCKET if method == "hook" else None
+
+
+def layout_of(model: str, cap: int | None) -> Layout:
+    """DDP's buckets. An explicit cap also applies to the first bucket."""
+    limits = BUCKET_BYTES if cap is None else [cap << 20]
+    return buckets_of([list(shape) for shape in shapes.MODELS[model]()], torch.float32, limits)
+
+
+def bytes_in_ring(size: int, world: int) -> int:
     """The bytes that a rank sends in a ring all-reduce of ``size`` bytes."""
-    return 2 * (world_size - 1) * size // world_size
+    return 2 * (world - 1) * size // world
 
 
-def reductions_of(
-    layout: Layout, method: str, world: int, dtype: torch.dtype = torch.float32
-) -> list[Bucket]:
+def reductions_of(layout: Layout, method: str, world: int) -> list[Bucket]:
     """The payloads that the reductions of a step send.
 
     torch's hook all-reduces factors in float32, and raw gradients in a separate reduction. This
     project sends those together with P.
     """
-    options = options_of(method if method in WIRES else "float32")
+    options = options_of(method if method in WIRES else None)
     # A backend that sums by itself, such as NCCL, all-reduces float32.
     device = "cuda" if method == "hook" else "cpu"
     found: list[Bucket] = []
-    for shapes in layout:
-        if method != "plain" and matrices_of(shapes, options):
-            payloads = _C.traffic_of(shapes, to_core(options), dtype, device, world)
+    for bucket in layout:
+        if method != "plain" and matrices_of(bucket, options):
+            payloads = _C.traffic_of(bucket, to_core(options), torch.float32, device, world)
             found.append([(payload.schedule, payload.sent_bytes) for payload in payloads])
         else:
-            sent = bytes_in_ring(dtype.itemsize * elements_of(shapes), world)
-            found.append([("all-reduce", sent)])
+            found.append([("all-reduce", bytes_in_ring(4 * elements_of(bucket), world))])
     return [*found, [("all-reduce", 0)]] if method == "hook" else found
 
 
-def bytes_of(
-    layout: Layout, method: str, world: int, dtype: torch.dtype = torch.float32
-) -> tuple[int, list[str]]:
-    """The bytes that a rank sends in a compressed step, and the schedules of the payloads.
+def sent_bytes(layout: Layout, method: str, world: int) -> int:
+    """The bytes that a rank sends in a compressed step, with Gloo's own but without TCP headers."""
+    payloads = [each for bucket in reductions_of(layout, method, world) for each in bucket]
+    return sum(sent + (world - 1) * GLOO_BYTES[schedule] for schedule, sent in payloads)
 
-    They include Gloo's own bytes, but no TCP headers.
+
+def memory_bytes(layout: Layout, method: str, world: int) -> int:
+    """The memory of this project beyond that of a plain all-reduce, as `plan` predicts it."""
+    return footprint_of(layout, options_of(method), torch.float32, world).memory_bytes
+
+
+def predict(rates: Sequence[float], message_us: float, handling_us: float) -> dict[str, Any]:
+    """The bytes of the measured model, and the milliseconds of a larger one.
+
+    Args:
+        rates: of the links, in Gbit/s.
+        message_us: the latency of a message, in microseconds.
+        handling_us: the CPU time of sending and receiving a message, in microseconds.
     """
-    payloads = [each for bucket in reductions_of(layout, method, world, dtype) for each in bucket]
-    schedules = [schedule for schedule, _ in payloads]
-    total = sum(sent for _, sent in payloads)
-    return total + (world - 1) * sum(map(GLOO_BYTES.__getitem__, schedules)), schedules
-
-
-def predict_run(setting: Setting) -> dict[str, int]:
-    """The prediction of `plan` for a run, and the predicted bytes on the wire."""
-    sent, _ = bytes_of(setting.layout, setting.method, setting.world, getattr(torch, setting.dtype))
-    footprint = setting.footprint
-    return {
-        "gradient_bytes": footprint.gradient_bytes,
-        "residual_bytes": footprint.residual_bytes,
-        "factor_bytes": footprint.factor_bytes,
-        "kernel_bytes": footprint.table_bytes + footprint.workspace_bytes,
-        "memory_bytes": footprint.memory_bytes,
-        "wire_bytes": sent,
+    counted = {
+        method: [
+            sent_bytes(layout_of(MEASURED_MODEL, cap_of(method)), method, world)
+            for world in COUNTED_WORLDS
+        ]
+        for method in METHODS
     }
-
-
-def predict(
-    measured: str, rates: Sequence[float], message_us: float, handling_us: float
-) -> dict[str, Any]:
-    """The bytes of the measured model, and the milliseconds of larger ones."""
+    timed = [
+        {
+            "gbit": gbit,
+            "method": method,
+            "one_bucket": cap is not None,
+            "ms": _ms(link, method, cap),
+        }
+        for gbit in rates
+        for link in [Link(message_us / 1e6, handling_us / 1e6, 8 / (gbit * 1e9))]
+        for method, cap in TIMED
+    ]
     return {
         "message_us": message_us,
         "handling_us": handling_us,
         "counted_worlds": COUNTED_WORLDS,
-        "sent_bytes": {method: _sent(measured, method) for method in METHODS},
+        "sent_bytes": counted,
         "timed_worlds": TIMED_WORLDS,
-        "milliseconds": [
-            {"model": name, "gbit": gbit, **line}
-            for name in TIMED_MODELS
-            for gbit in rates
-            for line in _lines(name, Link(message_us / 1e6, handling_us / 1e6, 8 / (gbit * 1e9)))
-        ],
+        "milliseconds": timed,
     }
 
 
-def _sent(model: str, method: str) -> list[int]:
-    layout = layout_of(model, ONE_BUCKET if method == "hook" else None)
-    return [bytes_of(layout, method, world)[0] for world in COUNTED_WORLDS]
-
-
-def _lines(name: str, link: Link) -> list[dict[str, Any]]:
-    """A line for each method with DDP's buckets, and for some methods also with a single bucket."""
-    wanted: list[tuple[str, int | None]]
-    wanted = [(method, None) for method in METHODS if method not in ("hook", "int4")]
-    wanted += [(method, ONE_BUCKET) for method in ("plain", "hook", "int8")]
-    lines = []
-    for method, cap in wanted:
-        layout = layout_of(name, cap)
-        ms = [
-            round(1e3 * link.seconds(reductions_of(layout, method, world), world), 2)
-            for world in TIMED_WORLDS
-        ]
-        lines.append({"method": method, "one_bucket": cap is not None, "ms": ms})
-    return lines
+def _ms(link: Link, method: str, cap: int | None) -> list[float]:
+    layout = layout_of(TIMED_MODEL, cap)
+    return [
+        round(1e3 * link.seconds(reductions_of(layout, method, world), world), 2)
+        for world in TIMED_WORLDS
+    ]

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import torch_powersgd
 from torch_powersgd._core import _C
+from torch_powersgd.cli.footprint import Layout
 from torch_powersgd.options import to_core
-from torch_powersgd.tools.footprint import Layout
 
 STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def floor_bytes(elements: int, dtype: str, residual_dtype: str) -> int:

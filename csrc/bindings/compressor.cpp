@@ -10,6 +10,7 @@
 
 #include "bindings/register.h"
 #include "powersgd/compressor.h"
+#include "powersgd/dtypes.h"
 #include "powersgd/kernels.h"
 #include "powersgd/options.h"
 #include "powersgd/plan.h"
@@ -22,9 +23,10 @@ namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-BucketPlan plan_of(const std::vector<std::vector<int64_t>>& shapes, const Options& options) {
+BucketPlan plan_of(const std::vector<std::vector<int64_t>>& shapes, const Options& options,
+                   at::ScalarType dtype) {
   std::vector<ParameterShape> bucket;
-  for (const auto& sizes : shapes) bucket.push_back({sizes, {}});
+  for (const auto& sizes : shapes) bucket.push_back({sizes, {}, !is_compressible(dtype)});
   return plan_bucket(bucket, options);
 }
 
@@ -51,12 +53,11 @@ void register_plan(py::module_& module) {
     const MatrixShape shape = matrix_shape({std::move(sizes), std::move(strides)});
     return std::make_pair(shape.rows, shape.cols);
   });
-  module.def("effective_rank", [](int64_t rows, int64_t cols, const Options& options) {
-    return effective_rank({rows, cols}, options);
-  });
-  module.def("should_compress", [](int64_t rows, int64_t cols, const Options& options) {
-    return should_compress({rows, cols}, options);
-  });
+  module.def("is_compressible", &is_compressible);
+  module.def("matrix_rank",
+             [](std::vector<int64_t> sizes, const Options& options, at::ScalarType dtype) {
+               return sent_numel({std::move(sizes), {}, !is_compressible(dtype)}, options).rank;
+             });
 }
 
 void register_stages(py::module_& module) {
@@ -73,7 +74,7 @@ void register_stages(py::module_& module) {
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
          at::ScalarType dtype, const std::string& device, int32_t world_size) {
         const c10::DeviceType type = at::Device(device).type();
-        return memory_needs(plan_of(shapes, options), options, dtype, type,
+        return memory_needs(plan_of(shapes, options, dtype), options, dtype, type,
                             ranks_on(type, world_size));
       },
       py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device"),
@@ -87,7 +88,7 @@ void register_stages(py::module_& module) {
       "traffic_of",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
          at::ScalarType dtype, const std::string& device, int32_t world_size) {
-        const StepTraffic step = traffic_of(plan_of(shapes, options), options, dtype,
+        const StepTraffic step = traffic_of(plan_of(shapes, options, dtype), options, dtype,
                                             ranks_on(at::Device(device).type(), world_size));
         return std::make_pair(step.p, step.q);
       },
@@ -96,14 +97,16 @@ void register_stages(py::module_& module) {
   module.def(
       "content_bytes",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
-         at::ScalarType dtype) { return content_bytes(plan_of(shapes, options), options, dtype); },
+         at::ScalarType dtype) {
+        return content_bytes(plan_of(shapes, options, dtype), options, dtype);
+      },
       py::arg("shapes"), py::arg("options"), py::arg("dtype"));
   module.def("cpu_instruction_set", &kernels::cpu::instruction_set);
   module.def("cuda_launch_count", &cuda_launch_count);
   py::class_<BucketCompressor>(module, "BucketCompressor")
       .def(py::init([](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
                        at::ScalarType dtype, const std::string& device) {
-             BucketPlan plan = plan_of(shapes, options);
+             BucketPlan plan = plan_of(shapes, options, dtype);
              std::vector<ParameterStatePtr> states;
              for (size_t i = 0; i < plan.matrices.size(); ++i) {
                states.push_back(std::make_shared<ParameterState>(i));

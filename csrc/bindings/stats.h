@@ -22,7 +22,6 @@ pybind11::dict stats_dict(const Count& count) {
   pybind11::dict result;
   result["steps"] = stats.steps;
   result["skipped_steps"] = stats.skipped_steps;
-  result["saturated_steps"] = stats.saturated_steps;
   result["compressed_calls"] = stats.compressed_calls;
   result["exact_calls"] = stats.exact_calls;
   result["differences"] = stats.differences;

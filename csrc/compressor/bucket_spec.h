@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "powersgd/dtypes.h"
 #include "powersgd/options.h"
@@ -21,16 +20,7 @@ struct BucketSpec {
   at::Device device;
   Ranks ranks;
 
-  at::TensorOptions factor_options() const {
-    return at::TensorOptions(device).dtype(factor_type(gradient_type));
-  }
-  // The dtype of the factors in packets. Null if the wire rounds nothing: payloads then travel as
-  // they are.
-  std::optional<WireDType> packet_dtype() const {
-    const bool rounds =
-        factor_type(gradient_type) == at::kDouble || options.wire_dtype != WireDType::kFloat32;
-    return rounds ? options.wire_dtype : std::nullopt;
-  }
+  at::TensorOptions factor_options() const { return at::TensorOptions(device).dtype(at::kFloat); }
   int64_t gradient_bytes() const {
     return plan.gradient_numel * static_cast<int64_t>(c10::elementSize(gradient_type));
   }

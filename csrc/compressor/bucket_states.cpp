@@ -18,13 +18,13 @@ at::Tensor gradient_of(const PlannedMatrix& matrix, const at::Tensor& bucket) {
 void BucketStates::allocate(const BucketSpec& spec) {
   std::vector<ParameterState::Layout> missing;
   for (size_t i = 0; i < states_.size(); ++i) {
-    if (states_[i]->fits(spec.gradient_type, spec.device)) continue;
+    if (states_[i]->is_on(spec.device)) continue;
     if (states_[i]->allocated()) {
-      states_[i]->convert(spec.gradient_type, spec.options, spec.device);
+      states_[i]->move_to(spec.device);
       continue;
     }
     const PlannedMatrix& matrix = spec.plan.matrices[i];
-    missing.push_back({states_[i].get(), matrix.shape, matrix.rank, spec.gradient_type});
+    missing.push_back({states_[i].get(), matrix.shape, matrix.rank});
   }
   ParameterState::allocate(missing, spec.options, spec.device);
 }

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
-#include <optional>
 #include <utility>
 
 #include "compressor/device_stages.h"
@@ -65,22 +64,19 @@ std::vector<kernels::RawSegment> raw_table(const BucketPlan& plan) {
   return table;
 }
 
-// Without error feedback, nothing would keep what the products lose. A float16 wire rounds less
-// than they do, and over a float32 wire a gradient of exact rank comes back exactly.
+// Without error feedback, nothing would keep what the products lose. Where factors travel in
+// float32, a gradient of exact rank comes back exactly.
 bool admits_bfloat16_products(const BucketSpec& spec) {
-  const std::optional<WireDType> wire = spec.options.wire_dtype;
-  return factor_type(spec.gradient_type) == at::kFloat && spec.options.use_error_feedback &&
-         (wire == WireDType::kInt8 || wire == WireDType::kInt4 || wire == WireDType::kBFloat16);
+  return spec.options.use_error_feedback && spec.options.wire_dtype;
 }
 
 kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_counter) {
   kernels::Bucket bucket{};
   bucket.p_numel = spec.plan.p_numel;
   bucket.q_numel = spec.plan.q_numel;
-  bucket.step_counts = step_counter ? step_counter->on(spec.device) : nullptr;
+  bucket.skipped_steps = step_counter ? step_counter->on(spec.device) : nullptr;
   bucket.gradient_dtype = to_dtype(spec.gradient_type);
-  bucket.residual_dtype = to_dtype(residual_type(spec.gradient_type, spec.options));
-  bucket.factor_dtype = to_dtype(factor_type(spec.gradient_type));
+  bucket.residual_dtype = spec.options.residual_dtype;
   bucket.bfloat16_products = admits_bfloat16_products(spec);
   bucket.epsilon = spec.options.orthogonalization_epsilon;
   bucket.seed = static_cast<uint64_t>(spec.options.random_seed);
@@ -109,10 +105,8 @@ HostTables host_tables(const BucketSpec& spec, std::vector<kernels::Matrix> matr
   HostTables tables;
   tables.matrices = std::move(matrices);
   tables.raw = raw_table(spec.plan);
-  const DType factor_dtype = to_dtype(factor_type(spec.gradient_type));
-  tables.tiles =
-      require_stages(spec.device.type()).make_tiles(tables.matrices, tables.raw, factor_dtype);
-  if (spec.packet_dtype()) {
+  tables.tiles = require_stages(spec.device.type()).make_tiles(tables.matrices, tables.raw);
+  if (spec.options.wire_dtype) {
     tables.p_factors = kernels::p_packet_factors(tables.matrices);
     tables.q_factors = kernels::q_packet_factors(tables.matrices);
   }

@@ -42,7 +42,7 @@ BytesOfTables bytes_of_tables(const BucketSpec& spec);
 // The table of a bucket's matrices without what belongs to their states.
 std::vector<kernels::Matrix> matrices_without_states(const BucketPlan& plan);
 
-// The elements of the payloads of one step, in the factor dtype.
+// The elements of the payloads of one step, in float32.
 struct Payloads {
   at::Tensor p, q;
 };

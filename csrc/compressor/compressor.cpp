@@ -106,7 +106,6 @@ class StagesCompressor final : public BucketCompressor {
     q.factors = tables_.tables().q_factors;
     for (kernels::Packets* packets : {&p, &q}) {
       packets->num_factors = static_cast<int32_t>(spec_.plan.matrices.size());
-      packets->factor_dtype = to_dtype(factors.dtype().toScalarType());
       packets->raw_dtype = kernels::raw_dtype_of(to_dtype(spec_.gradient_type));
       packets->ranks = spec_.ranks.count;
       packets->own_chunk = spec_.ranks.own;
@@ -136,10 +135,7 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
   MemoryNeeds needs;
   if (!plan.compresses()) return needs;
   const BucketSpec spec{plan, options, gradient_type, at::Device(device), ranks};
-  const auto width = [](at::ScalarType type) {
-    return static_cast<int64_t>(c10::elementSize(type));
-  };
-  const int64_t factor = width(factor_type(gradient_type));
+  const int64_t factor = size_of(DType::kFloat32);
   int64_t numel = 0;
   for (const PlannedMatrix& matrix : plan.matrices) {
     const auto [rows, cols] = matrix.shape;
@@ -147,7 +143,7 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
     needs.factors += (rows + 2 * cols) * matrix.rank * factor;
   }
   if (options.use_error_feedback) {
-    needs.residual = numel * width(residual_type(gradient_type, options));
+    needs.residual = numel * size_of(options.residual_dtype);
   }
   if (options.allow_discard) {
     needs.factors *= 2;

@@ -16,9 +16,8 @@ namespace {
 class CpuStages final : public Stages {
  public:
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                const std::vector<kernels::RawSegment>& raw,
-                                DType factor_dtype) const override {
-    return kernels::cpu::make_tiles(matrices, raw, factor_dtype);
+                                const std::vector<kernels::RawSegment>& raw) const override {
+    return kernels::cpu::make_tiles(matrices, raw);
   }
   void random_start(const kernels::Bucket& bucket) const override {
     kernels::cpu::random_start(bucket, parallel_for);
@@ -57,9 +56,8 @@ class CpuStages final : public Stages {
 class CudaStages final : public Stages {
  public:
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                const std::vector<kernels::RawSegment>& raw,
-                                DType factor_dtype) const override {
-    return kernels::cuda::make_tiles(matrices, raw, factor_dtype);
+                                const std::vector<kernels::RawSegment>& raw) const override {
+    return kernels::cuda::make_tiles(matrices, raw);
   }
   void random_start(const kernels::Bucket& bucket) const override {
     check("random_start", kernels::cuda::random_start(bucket, current_stream()));
@@ -77,7 +75,7 @@ class CudaStages final : public Stages {
     check("reconstruct", kernels::cuda::reconstruct(bucket, current_stream()));
   }
   bool multiplies(const kernels::Bucket& bucket) const override {
-    return kernels::cuda::multiplies(bucket);
+    return kernels::cuda::multiplies(bucket.largest_rank);
   }
   void quantize(const kernels::Packets& packets) const override {
     check("quantize", kernels::cuda::quantize(packets, current_stream()));

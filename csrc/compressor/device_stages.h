@@ -16,8 +16,7 @@ class Stages {
  public:
   virtual ~Stages() = default;
   virtual kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                        const std::vector<kernels::RawSegment>& raw,
-                                        DType factor_dtype) const = 0;
+                                        const std::vector<kernels::RawSegment>& raw) const = 0;
   virtual void random_start(const kernels::Bucket& bucket) const = 0;
   virtual void project(const kernels::Bucket& bucket) const = 0;
   virtual void orthogonalize(const kernels::Bucket& bucket) const = 0;

@@ -16,26 +16,23 @@ namespace {
 
 using Layouts = std::vector<ParameterState::Layout>;
 
-// Fills q_warm of states of one factor dtype by the kernel. The numbers are those of step 0,
-// whenever a parameter joins a bucket.
-void random_start(const Layouts& layouts, at::ScalarType factor, const Options& options) {
+// Fills q_warm of states by the kernel. The numbers are those of step 0, whenever a parameter joins
+// a bucket.
+void random_start(const Layouts& layouts, const Options& options) {
   const at::Device device = layouts.front().state->q_warm.device();
   const c10::DeviceGuard guard(device);  // the stages run on the current device
   HostTables tables;
   for (const ParameterState::Layout& layout : layouts) {
-    if (factor_type(layout.gradient_type) != factor) continue;
     kernels::Matrix& matrix = tables.matrices.emplace_back();
     matrix.rows = matrix.rank = layout.rank;
     matrix.cols = layout.shape.cols;
     matrix.q_warm = layout.state->q_warm.data_ptr();
     matrix.random_id = layout.state->random_id;
   }
-  if (tables.matrices.empty()) return;
   const Stages& stages = require_stages(device.type());
   kernels::Bucket bucket{};
-  bucket.factor_dtype = to_dtype(factor);
   bucket.seed = static_cast<uint64_t>(options.random_seed);
-  tables.tiles = stages.make_tiles(tables.matrices, {}, bucket.factor_dtype);
+  tables.tiles = stages.make_tiles(tables.matrices, {});
   const DeviceTables uploaded = upload_tables(bucket, tables, device);
   stages.random_start(bucket);
 }
@@ -43,10 +40,9 @@ void random_start(const Layouts& layouts, at::ScalarType factor, const Options& 
 void allocate_one(const ParameterState::Layout& layout, const Options& options, at::Device device) {
   ParameterState& state = *layout.state;
   const auto [rows, cols] = layout.shape;
-  const auto factor = at::TensorOptions(device).dtype(factor_type(layout.gradient_type));
+  const auto factor = at::TensorOptions(device).dtype(at::kFloat);
   if (options.use_error_feedback) {
-    state.memory =
-        at::zeros({rows, cols}, factor.dtype(residual_type(layout.gradient_type, options)));
+    state.memory = at::zeros({rows, cols}, factor.dtype(to_scalar_type(options.residual_dtype)));
   }
   state.p_hat = at::zeros({rows, layout.rank}, factor);
   state.q_local = at::zeros({layout.rank, cols}, factor);
@@ -68,16 +64,15 @@ at::Tensor copied(const at::Tensor& tensor) {
 }
 
 // `dropped` is a tensor of one element on the device, or undefined, which stands for 1.
-void zero_if(const at::Tensor& dropped, at::ScalarType type, const Tensors& tensors) {
+void zero_if(const at::Tensor& dropped, const Tensors& tensors) {
   if (!dropped.defined()) return at::_foreach_zero_(tensors);
-  at::_foreach_mul_(tensors, dropped.reshape({}).eq(0).to(type));
+  at::_foreach_mul_(tensors, dropped.reshape({}).eq(0).to(at::kFloat));
 }
 
 }  // namespace
 
-bool ParameterState::fits(at::ScalarType gradient_type, at::Device device) const {
-  return allocated() && q_warm.device() == device &&
-         q_warm.scalar_type() == factor_type(gradient_type);
+bool ParameterState::is_on(at::Device device) const {
+  return allocated() && q_warm.device() == device;
 }
 
 void ParameterState::allocate(const std::vector<Layout>& layouts, const Options& options,
@@ -97,21 +92,15 @@ void ParameterState::allocate(const std::vector<Layout>& layouts, const Options&
     layout.state->q_norms = q_norms.narrow(0, k, layout.rank);
     k += layout.rank;
   }
-  for (const at::ScalarType factor : {at::kFloat, at::kDouble}) {
-    random_start(layouts, factor, options);
-  }
+  random_start(layouts, options);
   if (!options.allow_discard) return;
   for (const Layout& layout : layouts) allocate_before(*layout.state);
 }
 
-void ParameterState::convert(at::ScalarType gradient_type, const Options& options,
-                             at::Device device) {
-  if (memory.defined()) memory = memory.to(device, residual_type(gradient_type, options));
-  for (at::Tensor* tensor : {&p_hat, &q_local, &q_warm}) {
-    *tensor = tensor->to(device, factor_type(gradient_type));
+void ParameterState::move_to(at::Device device) {
+  for (at::Tensor* tensor : {&memory, &p_hat, &q_local, &q_warm, &memory_units, &q_norms}) {
+    if (tensor->defined()) *tensor = tensor->to(device);
   }
-  memory_units = memory_units.to(device);
-  q_norms = q_norms.to(device);
   if (!before.empty()) allocate_before(*this);
   last_step.reset();
 }
@@ -130,7 +119,7 @@ at::Tensor ParameterState::residual() const {
   if (!memory.defined()) return at::zeros({p_hat.size(0), q_local.size(1)}, p_hat.options());
   // torch.set_float32_matmul_precision may round products of float32 to TF32 or bfloat16.
   const at::Tensor delivered = at::matmul(p_hat.to(at::kDouble), q_local.to(at::kDouble));
-  return memory.to(p_hat.scalar_type()).sub(delivered.to(p_hat.scalar_type()));
+  return memory.to(at::kFloat).sub(delivered.to(at::kFloat));
 }
 
 void ParameterState::set_residual(const at::Tensor& value) {
@@ -149,11 +138,11 @@ void ParameterState::mark_undelivered() { q_local.zero_(); }
 void ParameterState::mark_undelivered(const std::vector<ParameterStatePtr>& states,
                                       const at::Tensor& dropped) {
   if (dropped.defined() && dropped.is_cpu() && dropped.item<double>() == 0) return;
-  std::map<at::ScalarType, Tensors> sent;
+  Tensors sent;
   for (const ParameterStatePtr& state : states) {
-    if (state->allocated()) sent[state->q_local.scalar_type()].push_back(state->q_local);
+    if (state->allocated()) sent.push_back(state->q_local);
   }
-  for (auto& [type, tensors] : sent) zero_if(dropped, type, tensors);
+  if (!sent.empty()) zero_if(dropped, sent);
 }
 
 std::vector<at::Tensor> ParameterState::step_tensors() const {

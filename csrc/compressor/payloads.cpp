@@ -22,7 +22,7 @@ int64_t bytes_to_receive(Schedule schedule, int64_t ranks, int64_t bytes) {
 
 PayloadPlan plan_elements(const BucketSpec& spec, int64_t numel) {
   const Ranks& ranks = spec.ranks;
-  const auto width = static_cast<int64_t>(spec.factor_options().dtype().itemsize());
+  const int64_t width = size_of(DType::kFloat32);
   PayloadPlan plan{numel};
   if (!ranks.backend_sums) plan.schedule = choose_schedule(ranks, numel * width);
   if (plan.schedule == Schedule::kTwoShot) {
@@ -40,7 +40,7 @@ PayloadPlan plan_packets(const BucketSpec& spec, int64_t numel, int64_t groups, 
   const Ranks& ranks = spec.ranks;
   const auto layout_of = [&](int32_t chunks) {
     const DType raw_dtype = kernels::raw_dtype_of(to_dtype(spec.gradient_type));
-    return kernels::packet_layout(chunks, *spec.packet_dtype(), groups, raw_dtype, raw_numel,
+    return kernels::packet_layout(chunks, *spec.options.wire_dtype, groups, raw_dtype, raw_numel,
                                   flags);
   };
   PayloadPlan plan{numel};
@@ -163,7 +163,7 @@ Schedule choose_schedule(const Ranks& ranks, int64_t bytes) {
 
 PayloadPlans plan_payloads(const BucketSpec& spec) {
   const BucketPlan& plan = spec.plan;
-  if (!spec.packet_dtype()) {
+  if (!spec.options.wire_dtype) {
     return {plan_elements(spec, plan.p_numel), plan_elements(spec, plan.q_numel)};
   }
   const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);

@@ -7,26 +7,25 @@
 
 namespace powersgd {
 
-kernels::StepCounts* StepCounter::on(at::Device device) {
+kernels::StepCount* StepCounter::on(at::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  static_assert(sizeof(kernels::StepCounts) == 4 * sizeof(int64_t));
+  static_assert(sizeof(kernels::StepCount) == 2 * sizeof(int64_t));
   for (at::Tensor& count : counts_) {
-    if (count.device() == device) return static_cast<kernels::StepCounts*>(count.data_ptr());
+    if (count.device() == device) return static_cast<kernels::StepCount*>(count.data_ptr());
   }
-  counts_.push_back(at::zeros({4}, at::device(device).dtype(at::kLong)));
-  return static_cast<kernels::StepCounts*>(counts_.back().data_ptr());
+  counts_.push_back(at::zeros({2}, at::device(device).dtype(at::kLong)));
+  return static_cast<kernels::StepCount*>(counts_.back().data_ptr());
 }
 
-StepCounter::Totals StepCounter::totals() {
+int64_t StepCounter::skipped_steps() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Totals totals;
-  for (const at::Tensor& device_counts : counts_) {
-    const at::Tensor counts = device_counts.cpu();
-    const auto* steps = static_cast<const kernels::StepCounts*>(counts.data_ptr());
-    totals.skipped += static_cast<int64_t>(steps->skipped.count);
-    totals.saturated += static_cast<int64_t>(steps->saturated.count);
+  int64_t total = 0;
+  for (const at::Tensor& on_device : counts_) {
+    const at::Tensor steps = on_device.cpu();
+    const auto* count = static_cast<const kernels::StepCount*>(steps.data_ptr());
+    total += static_cast<int64_t>(count->count);
   }
-  return totals;
+  return total;
 }
 
 std::vector<at::Device> StepCounter::devices() {

@@ -36,7 +36,7 @@ class TorchProducts {
     at::Tensor use;   // in the P payload; undefined: always used
 
     at::Tensor gradient_of(const at::Tensor& bucket) const;
-    at::Tensor m(const at::Tensor& bucket) const;  // in the factor dtype
+    at::Tensor m(const at::Tensor& bucket) const;  // in float32
     at::Tensor sends_nothing(const at::Tensor& skipped) const;
   };
 

@@ -38,15 +38,18 @@ StepTraffic traffic_of(const BucketPlan& plan, const Options& options, at::Scala
 
 int64_t content_bytes(const BucketPlan& plan, const Options& options,
                       at::ScalarType gradient_type) {
+  if (!is_compressible(gradient_type)) {
+    return plan.gradient_numel * static_cast<int64_t>(c10::elementSize(gradient_type));
+  }
   const BucketSpec spec{plan, options, gradient_type, at::kCPU, {}};
-  const auto width = static_cast<int64_t>(spec.factor_options().dtype().itemsize());
-  const auto wire = spec.packet_dtype();
-  if (!wire) return (plan.counts_offset() + plan.q_numel) * width;
+  if (!options.wire_dtype) {
+    return (plan.counts_offset() + plan.q_numel) * size_of(DType::kFloat32);
+  }
   const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
   const int64_t groups =
       kernels::p_packet_factors(matrices).groups + kernels::q_packet_factors(matrices).groups;
   const DType raw_dtype = kernels::raw_dtype_of(to_dtype(gradient_type));
-  return groups * kernels::group_bytes(*wire) + plan.raw_numel() * size_of(raw_dtype);
+  return groups * kernels::group_bytes(*options.wire_dtype) + plan.raw_numel() * size_of(raw_dtype);
 }
 
 }  // namespace powersgd

@@ -10,6 +10,7 @@
 #include "gradients/buffer_place.h"
 #include "gradients/parameter_layout.h"
 #include "gradients/replicas.h"
+#include "powersgd/dtypes.h"
 #include "powersgd/outline.h"
 
 namespace powersgd {
@@ -150,7 +151,8 @@ BucketReducer::Bucket BucketReducer::make_bucket(const at::Tensor& buffer,
               "; this version of torch lays out its buckets in an unknown way");
   Bucket made;
   BucketPlan plan = plan_bucket(shapes, options_);
-  if (plan.compresses()) {
+  // FSDP2 reduces in another dtype if its module is converted before its first pass.
+  if (plan.compresses() && is_compressible(buffer.scalar_type())) {
     std::vector<ParameterStatePtr> states;
     for (const PlannedMatrix& matrix : plan.matrices) {
       states.push_back(states_->of(parameters[static_cast<size_t>(matrix.parameter)]));

@@ -11,7 +11,6 @@
 #include "gradients/capture_watch.h"
 #include "gradients/parameter_layout.h"
 #include "gradients/replicas.h"
-#include "powersgd/dtypes.h"
 #include "powersgd/outline.h"
 
 namespace powersgd {
@@ -40,8 +39,7 @@ void ModelStates::allocate() {
     if (!has_kernels(device.type())) continue;
     std::vector<ParameterState::Layout> layouts;
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      const bool here = parameters_[i].device() == device && !states_[i]->allocated() &&
-                        is_compressible(parameters_[i].scalar_type());
+      const bool here = parameters_[i].device() == device && !states_[i]->allocated();
       if (here && is_compressed(i)) layouts.push_back(layout_of(*states_[i], i));
     }
     if (!layouts.empty()) {
@@ -78,13 +76,12 @@ void ModelStates::copy_states(const ModelStates& previous) {
 }
 
 bool ModelStates::is_compressed(size_t index) const {
-  return should_compress(matrix_shape(memory_layout(parameters_[index])), options_);
+  return should_compress(memory_layout(parameters_[index]), options_);
 }
 
 ParameterState::Layout ModelStates::layout_of(ParameterState& state, size_t index) const {
-  const at::Tensor& parameter = parameters_[index];
-  const MatrixShape shape = matrix_shape(memory_layout(parameter));
-  return {&state, shape, effective_rank(shape, options_), parameter.scalar_type()};
+  const MatrixShape shape = matrix_shape(memory_layout(parameters_[index]));
+  return {&state, shape, effective_rank(shape, options_)};
 }
 
 void ModelStates::start(ParameterState& state, size_t index) const {

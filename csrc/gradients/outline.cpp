@@ -14,7 +14,7 @@ Outline outline_of(const NamedParameters& parameters, const Options& options) {
     const int64_t numel = parameter.numel();
     ++outline.parameters;
     outline.numel += numel;
-    const SentNumel sent = sent_numel(matrix_shape(memory_layout(parameter)), options);
+    const SentNumel sent = sent_numel(memory_layout(parameter), options);
     if (sent.rank > 0) {
       ++outline.compressed_parameters;
       outline.compressed_numel += numel;

@@ -5,6 +5,8 @@
 
 #include <vector>
 
+#include "powersgd/dtypes.h"
+
 namespace powersgd {
 namespace {
 
@@ -44,7 +46,7 @@ std::vector<at::Tensor> as_reals(const std::vector<at::Tensor>& parameters) {
 }
 
 ParameterShape memory_layout(const at::Tensor& parameter) {
-  ParameterShape shape{parameter.sizes().vec(), {}};
+  ParameterShape shape{parameter.sizes().vec(), {}, !is_compressible(parameter.scalar_type())};
   // DDP's rule: the parameter's own strides if it is dense, else contiguous.
   if (parameter.is_non_overlapping_and_dense() && !parameter.is_contiguous()) {
     shape.strides = parameter.strides().vec();

@@ -23,10 +23,10 @@ namespace {
 // Adds `sign` times the counts of `other`.
 void add_times(StatsSnapshot& now, const StatsSnapshot& other, int sign) {
   for (const auto count :
-       {&StatsSnapshot::steps, &StatsSnapshot::skipped_steps, &StatsSnapshot::saturated_steps,
-        &StatsSnapshot::compressed_calls, &StatsSnapshot::exact_calls, &StatsSnapshot::bytes_before,
-        &StatsSnapshot::bytes_after, &StatsSnapshot::compressed_bytes_before,
-        &StatsSnapshot::compressed_bytes_after, &StatsSnapshot::differences}) {
+       {&StatsSnapshot::steps, &StatsSnapshot::skipped_steps, &StatsSnapshot::compressed_calls,
+        &StatsSnapshot::exact_calls, &StatsSnapshot::bytes_before, &StatsSnapshot::bytes_after,
+        &StatsSnapshot::compressed_bytes_before, &StatsSnapshot::compressed_bytes_after,
+        &StatsSnapshot::differences}) {
     now.*count += sign * (other.*count);
   }
   for (size_t stage = 0; stage < now.seconds.size(); ++stage) {
@@ -133,25 +133,18 @@ StatsSnapshot Stats::total() const {
   }
   StatsSnapshot total = host_counts();
   for (const auto& counter : counters) {
-    const StepCounter::Totals totals = counter->totals();
-    total.skipped_steps += totals.skipped;
-    total.saturated_steps += totals.saturated;
+    total.skipped_steps += counter->skipped_steps();
   }
   return total;
 }
 
 std::string summary(const StatsSnapshot& stats) {
-  char saturated[64] = "";
-  if (stats.saturated_steps > 0) {
-    std::snprintf(saturated, sizeof(saturated), ", %lld with a saturated residual",
-                  static_cast<long long>(stats.saturated_steps));
-  }
   char line[256];
   std::snprintf(line, sizeof(line),
-                "%lld steps (%lld skipped%s): %.1f MB of gradients sent as %.1f MB, ratio %.1f; "
+                "%lld steps (%lld skipped): %.1f MB of gradients sent as %.1f MB, ratio %.1f; "
                 "%lld calls compressed, %lld exact",
                 static_cast<long long>(stats.steps), static_cast<long long>(stats.skipped_steps),
-                saturated, stats.bytes_before / 1e6, stats.bytes_after / 1e6, stats.ratio(),
+                stats.bytes_before / 1e6, stats.bytes_after / 1e6, stats.ratio(),
                 static_cast<long long>(stats.compressed_calls),
                 static_cast<long long>(stats.exact_calls));
   return line;

@@ -28,16 +28,11 @@ using Name = std::pair<Enum, const char*>;
 constexpr std::array<Name<Scope>, 3> kScopes{
     {{Scope::kBackward, "backward"}, {Scope::kAttached, "attached"}, {Scope::kNever, "never"}}};
 
-constexpr std::array<Name<DType>, 4> kDTypes{{{DType::kFloat32, "float32"},
-                                              {DType::kFloat64, "float64"},
-                                              {DType::kBFloat16, "bfloat16"},
-                                              {DType::kFloat16, "float16"}}};
+constexpr std::array<Name<DType>, 3> kDTypes{
+    {{DType::kFloat32, "float32"}, {DType::kBFloat16, "bfloat16"}, {DType::kFloat16, "float16"}}};
 
-constexpr std::array<Name<WireDType>, 5> kWireDTypes{{{WireDType::kFloat32, "float32"},
-                                                      {WireDType::kBFloat16, "bfloat16"},
-                                                      {WireDType::kFloat16, "float16"},
-                                                      {WireDType::kInt8, "int8"},
-                                                      {WireDType::kInt4, "int4"}}};
+constexpr std::array<Name<WireDType>, 3> kWireDTypes{
+    {{WireDType::kBFloat16, "bfloat16"}, {WireDType::kInt8, "int8"}, {WireDType::kInt4, "int4"}}};
 
 template <typename Enum, size_t kCount>
 Enum parse(const std::array<Name<Enum>, kCount>& names, const std::string& name, const char* field,
@@ -83,7 +78,7 @@ Scope parse_scope(const std::string& name) {
 std::string to_string(Scope scope) { return name_of(kScopes, scope); }
 
 DType parse_dtype(const std::string& name) {
-  return parse(kDTypes, name, "dtype", "'float32', 'float64', 'bfloat16' or 'float16'");
+  return parse(kDTypes, name, "residual dtype", rules::kResidualDTypeWords);
 }
 
 std::string to_string(DType dtype) { return name_of(kDTypes, dtype); }
@@ -92,18 +87,15 @@ int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat32:
       return 4;
-    case DType::kFloat64:
-      return 8;
     case DType::kBFloat16:
     case DType::kFloat16:
       return 2;
   }
-  reject("dtype", "float32, float64, bfloat16 or float16", to_string(dtype));
+  reject("dtype", "float32, bfloat16 or float16", to_string(dtype));
 }
 
 WireDType parse_wire_dtype(const std::string& name) {
-  return parse(kWireDTypes, name, "wire dtype",
-               "'float32', 'bfloat16', 'float16', 'int8' or 'int4'");
+  return parse(kWireDTypes, name, "wire dtype", rules::kWireDTypeWords);
 }
 
 std::string to_string(WireDType dtype) { return name_of(kWireDTypes, dtype); }

@@ -108,21 +108,24 @@ int64_t effective_rank(const MatrixShape& shape, const Options& options) {
   return std::min({options.matrix_approximation_rank, shape.rows, shape.cols});
 }
 
-bool should_compress(const MatrixShape& shape, const Options& options) {
+bool should_compress(const ParameterShape& shape, const Options& options) {
+  if (shape.exact) return false;
+  const MatrixShape matrix = matrix_shape(shape);
   const auto factors =
-      static_cast<double>((shape.rows + shape.cols) * effective_rank(shape, options));
-  return factors * options.min_compression_rate < static_cast<double>(shape.rows * shape.cols);
+      static_cast<double>((matrix.rows + matrix.cols) * effective_rank(matrix, options));
+  return factors * options.min_compression_rate < static_cast<double>(matrix.rows * matrix.cols);
 }
 
-SentNumel sent_numel(const MatrixShape& shape, const Options& options) {
+SentNumel sent_numel(const ParameterShape& shape, const Options& options) {
   SentNumel sent;
   if (!should_compress(shape, options)) {
-    sent.total = shape.rows * shape.cols;
+    sent.total = shape.numel();
     return sent;
   }
-  sent.rank = effective_rank(shape, options);
-  sent.p = shape.rows * sent.rank;
-  sent.q = shape.cols * sent.rank;
+  const MatrixShape matrix = matrix_shape(shape);
+  sent.rank = effective_rank(matrix, options);
+  sent.p = matrix.rows * sent.rank;
+  sent.q = matrix.cols * sent.rank;
   sent.total = sent.p + sent.q + 1;  // the use
   return sent;
 }
@@ -130,10 +133,9 @@ SentNumel sent_numel(const MatrixShape& shape, const Options& options) {
 BucketPlan plan_bucket(const std::vector<ParameterShape>& bucket, const Options& options) {
   Planner planner;
   for (size_t i = 0; i < bucket.size(); ++i) {
-    const MatrixShape shape = matrix_shape(bucket[i]);
-    const SentNumel sent = sent_numel(shape, options);
+    const SentNumel sent = sent_numel(bucket[i], options);
     if (sent.rank > 0) {
-      planner.add_matrix(static_cast<int64_t>(i), shape, sent);
+      planner.add_matrix(static_cast<int64_t>(i), matrix_shape(bucket[i]), sent);
     } else {
       planner.add_raw(sent.total);
     }
@@ -144,7 +146,7 @@ BucketPlan plan_bucket(const std::vector<ParameterShape>& bucket, const Options&
 BucketPlan plan_flat(int64_t numel, const Options& options) {
   Planner planner;
   const MatrixShape shape = near_square_shape(numel);
-  const SentNumel sent = sent_numel(shape, options);
+  const SentNumel sent = sent_numel({{shape.rows, shape.cols}, {}}, options);
   if (sent.rank > 0) planner.add_matrix(0, shape, sent);
   planner.add_raw(sent.rank > 0 ? numel - shape.rows * shape.cols : numel);
   return planner.finish();

@@ -28,7 +28,7 @@
 //   - The shapes alone fix every order of summation. orthogonalize and reconstruct give the same
 //     bits on any instruction set of one device type, because all ranks must agree on their
 //     results.
-//   - Products are accumulated in the factor dtype (float; double for double gradients).
+//   - Products are accumulated in float.
 //   - A row of G that is 0 on all ranks, and was so in all steps, becomes exactly 0.
 //   - If a row of Q is 0, its row of q_warm moves half way to a random direction (kernels/shared/
 //     redraw.h).
@@ -36,8 +36,7 @@
 //     rank has used, and whether the gradient has non-finite elements.
 //   - project reads the S_old of each matrix from its memory_units. It writes S_new there once all
 //     of memory is in the new units, even if the step is skipped later.
-//   - An element of M beyond the largest value of memory's dtype is stored as that value. With a
-//     float16 memory the step then counts as saturated, because the excess is lost.
+//   - An element of M beyond the largest value of memory's dtype is stored as that value.
 //   - A non-finite gradient element counts as 0 in M, so memory stays finite, and sets the last
 //     element of the P payload to 1.
 //   - reconstruct skips the step if that element's sum is not 0, or if a reduced factor is not
@@ -46,11 +45,11 @@
 //   - A matrix is out of use if no rank has used it: the reduced element at use_offset is 0. DDP
 //     drops the output of such a parameter. p_hat and q_warm stay. G, q_local and q_norms become 0,
 //     so memory alone is the residual.
-// Both payloads are in the factor dtype. Where the wire rounds, quantize and dequantize of
+// Both payloads are in float32. Where the wire rounds, quantize and dequantize of
 // powersgd/packets.h come between the stages, and q_local becomes the value that was sent.
 namespace powersgd::kernels {
 
-// One matrix of a bucket. Offsets count elements. Factors have the factor dtype.
+// One matrix of a bucket. Offsets count elements. Factors are float32.
 struct Matrix {
   int64_t rows;
   int64_t cols;
@@ -121,11 +120,6 @@ struct StepCount {
   uint64_t count;
 };
 
-struct StepCounts {
-  StepCount skipped;
-  StepCount saturated;  // an element of M was beyond the largest value of a float16 memory
-};
-
 // Everything a stage reads. The tables and all pointers are in memory of the device that runs it.
 struct Bucket {
   const Matrix* matrices;
@@ -138,18 +132,17 @@ struct Bucket {
 
   void* gradient;  // gradient dtype
   // Both payloads are the tensors that the caller sums.
-  void* p_payload;  // factor dtype, p_numel elements; the last is the non-finite count
-  void* q_payload;  // factor dtype, q_numel elements
+  void* p_payload;  // float32, p_numel elements; the last is the non-finite count
+  void* q_payload;  // float32, q_numel elements
   int64_t p_numel;
   int64_t q_numel;
   void* workspace;
   uint64_t* counters;  // zeros at first; the stages leave them ready for the next use
   BucketState* state;
-  StepCounts* step_counts;  // may be null
+  StepCount* skipped_steps;  // may be null
 
   DType gradient_dtype;
-  DType residual_dtype;  // float64 for float64 gradients
-  DType factor_dtype;    // float32, or float64 for float64 gradients
+  DType residual_dtype;
   // project and back_project may round their operands to bfloat16, because the wire rounds more. M
   // is still exact, so the residual holds what the products lose.
   bool bfloat16_products;
@@ -174,8 +167,7 @@ const char* instruction_set();
 using ParallelFor =
     std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)>;
 
-TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-                     DType factor_dtype);
+TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw);
 
 // Fills q_warm with the random start: the numbers depend on (seed, random_id, column, step) alone.
 void random_start(const Bucket& bucket, const ParallelFor& parallel_for);
@@ -192,21 +184,15 @@ namespace cuda {
 using Stream = void*;
 using Status = int;
 
-TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-                     DType factor_dtype);
+TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw);
 
-// The stages multiply factors in float32, of ranks up to this.
+// The stages multiply factors of ranks up to this.
 constexpr int64_t kMaxRank = 32;
 
 // If this is false, project only forms M, from a memory that is the residual already, and
 // reconstruct leaves zeros in place of the product. The caller does the products and the other two
 // stages.
-inline bool multiplies(int64_t largest_rank, DType factor_dtype) {
-  return largest_rank <= kMaxRank && factor_dtype == DType::kFloat32;
-}
-inline bool multiplies(const Bucket& bucket) {
-  return multiplies(bucket.largest_rank, bucket.factor_dtype);
-}
+inline bool multiplies(int64_t largest_rank) { return largest_rank <= kMaxRank; }
 
 // The number of kernels that this process has launched.
 int64_t launch_count();

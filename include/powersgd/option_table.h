@@ -42,18 +42,18 @@ inline const char* backend_name(const std::string& value) {
   return value.empty() ? "'auto' or the name of a backend" : nullptr;
 }
 
+inline constexpr const char* kWireDTypeWords = "None (float32), bfloat16, int8 or int4";
+
 inline const char* wire_dtype(std::optional<WireDType> value) {
-  const bool allowed = !value || (WireDType::kFloat32 <= *value && *value <= WireDType::kInt4);
-  return allowed ? nullptr
-                 : "None, float32, bfloat16, float16, int8 or int4 (None sends float64 gradients "
-                   "in float64)";
+  const bool allowed = !value || (WireDType::kBFloat16 <= *value && *value <= WireDType::kInt4);
+  return allowed ? nullptr : kWireDTypeWords;
 }
 
+inline constexpr const char* kResidualDTypeWords = "float32 or bfloat16";
+
 inline const char* residual_dtype(DType value) {
-  const bool allowed =
-      value == DType::kFloat32 || value == DType::kBFloat16 || value == DType::kFloat16;
-  return allowed ? nullptr
-                 : "float32, bfloat16 or float16 (float64 gradients keep a float64 residual)";
+  const bool allowed = value == DType::kFloat32 || value == DType::kBFloat16;
+  return allowed ? nullptr : kResidualDTypeWords;
 }
 
 }  // namespace rules

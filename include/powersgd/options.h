@@ -7,10 +7,10 @@
 
 namespace powersgd {
 
-enum class DType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
+enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
-// The dtypes in which the elements of a payload may travel.
-enum class WireDType : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
+// The dtypes in which the factors of a packet may travel.
+enum class WireDType : int32_t { kBFloat16, kInt8, kInt4 };
 
 constexpr int64_t kMaxRank = 1024;  // The largest matrix_approximation_rank.
 
@@ -52,10 +52,10 @@ void validate(const Options& options);
 // unknown name throws std::invalid_argument.
 Scope parse_scope(const std::string& name);
 std::string to_string(Scope scope);
-DType parse_dtype(const std::string& name);  // "float32", "float64", "bfloat16", "float16"
+DType parse_dtype(const std::string& name);  // "float32", "bfloat16", "float16"
 std::string to_string(DType dtype);
 int64_t size_of(DType dtype);                         // In bytes.
-WireDType parse_wire_dtype(const std::string& name);  // "float32", "bfloat16", ..., "int8", "int4"
+WireDType parse_wire_dtype(const std::string& name);  // "bfloat16", "int8", "int4"
 std::string to_string(WireDType dtype);
 
 }  // namespace powersgd

@@ -7,7 +7,7 @@
 #include "powersgd/kernels.h"
 #include "powersgd/options.h"
 
-// How a payload travels if its wire dtype is not the factor dtype.
+// How a payload travels if its wire dtype is not float32.
 //
 // A packet is a payload in the wire dtype. Integers cannot be added on the wire, and floats would
 // be rounded there, so ranks exchange packets and add them themselves, in one of two schedules:
@@ -26,16 +26,15 @@
 // equally many groups, raw elements and flags; the last ones may be padding.
 //
 // Contract, the same on the CPU and on CUDA:
-//   - quantize and requantize round to nearest, ties to even. A double is rounded to float first.
-//   - An element of int8, int4 or float16 is code * scale. int8 and int4 have codes in [-127, 127]
-//     and [-7, 7]. The scale of a group is its largest magnitude over 127 or 7, rounded up to
-//     bfloat16. The scale of float16 is a power of two. The largest magnitude over it lies in
-//     [2^14, 2^15). Elements of float32 and bfloat16 have no scale.
+//   - quantize and requantize round to nearest, ties to even.
+//   - An element of int8 or int4 is code * scale, with codes in [-127, 127] or [-7, 7]. The scale
+//     of a group is its largest magnitude over 127 or 7, rounded up to bfloat16. Elements of
+//     bfloat16 have no scale.
 //   - A finite value beyond the largest of float or of the wire dtype counts as that largest value.
 //   - code * scale is exact in float, because no scale has more than 8 significant bits.
 //   - A group whose scale would be below the smallest normal float has scale 0: its elements count
 //     as 0. A group with an element that is not finite sums to NaN, if its dtype has scales.
-//   - Sums are computed in the factor dtype, in the order of the ranks, so all ranks get the same
+//   - Sums are computed in float, in the order of the ranks, so all ranks get the same
 //     bits. requantize rounds sums of raw elements to their dtype.
 //   - quantize sets q_local to the value that was sent.
 //   - requantize gives the owner the rounding of the sum, for the factors of its chunk: q_local +=
@@ -77,7 +76,7 @@ struct PacketLayout {
   int64_t bytes() const { return chunks * chunk_bytes; }
 };
 
-// The dtype in which raw elements travel: float32, float64 or bfloat16.
+// The dtype in which raw elements travel: float32 or bfloat16.
 DType raw_dtype_of(DType gradient_dtype);
 
 // Lays out the packets of a payload with these numbers of groups, raw elements and flags.
@@ -94,7 +93,7 @@ struct PacketFactor {
   int64_t element_stride;
   int64_t vector_stride;
   int64_t group_begin;
-  void* q_local;  // [rank, size] in the factor dtype; null for P
+  void* q_local;  // [rank, size] in float32; null for P
 };
 
 // Returns the factors of the P or of the Q payload on the host, with the number of their groups.
@@ -111,9 +110,8 @@ struct Packets {
   const PacketFactor* factors;  // in the order of their groups
   int32_t num_factors;
 
-  DType factor_dtype;  // float32 or float64
-  DType raw_dtype;     // of raw elements in packets
-  void* payload;       // factor dtype: [ factors | raw segments | flags ]
+  DType raw_dtype;     // of raw elements in packets: float32 or bfloat16
+  void* payload;       // float32: [ factors | raw segments | flags ]
   int64_t raw_offset;  // in the payload, of the raw segments; the flags follow them
 
   int32_t ranks;

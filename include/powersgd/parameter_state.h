@@ -32,25 +32,24 @@ struct ParameterState {
   explicit ParameterState(uint64_t random_id = 0) : random_id(random_id) {}
 
   bool allocated() const { return q_warm.defined(); }
-  // True if it is allocated for gradients of this dtype on this device.
-  bool fits(at::ScalarType gradient_type, at::Device device) const;
+  // True if it is allocated on this device.
+  bool is_on(at::Device device) const;
 
-  // A state to allocate, its matrix, and the dtype of its gradients.
+  // A state to allocate, and its matrix.
   struct Layout {
     ParameterState* state;
     MatrixShape shape;
     int64_t rank;
-    at::ScalarType gradient_type;
   };
   // Allocates all tensors: q_warm holds a random start, memory_units 1, and the others hold zeros.
-  // One launch fills all the random starts of a dtype. The host does not wait for the device.
+  // One launch fills all the random starts. The host does not wait for the device.
   static void allocate(const std::vector<Layout>& layouts, const Options& options,
                        at::Device device);
 
-  // Converts the state to gradients of this dtype on this device, with the same content.
-  void convert(at::ScalarType gradient_type, const Options& options, at::Device device);
+  // Moves the state to a device, with the same content.
+  void move_to(at::Device device);
 
-  // Returns a new tensor, [rows, cols] in the factor dtype. It holds zeros without error feedback.
+  // Returns a new tensor, [rows, cols] in float32. It holds zeros without error feedback.
   at::Tensor residual() const;
 
   // Sets the residual to `value` ([rows, cols]). q_warm stays.
@@ -88,9 +87,9 @@ struct ParameterState {
   uint64_t random_id = 0;             // names the parameter to the random generator
   std::optional<uint64_t> last_step;  // that was projected; empty: none that can be taken back
   at::Tensor memory;        // [rows, cols] in the residual dtype; undefined without error feedback
-  at::Tensor p_hat;         // [rows, rank] in the factor dtype
-  at::Tensor q_local;       // [rank, cols] in the factor dtype
-  at::Tensor q_warm;        // [rank, cols] in the factor dtype
+  at::Tensor p_hat;         // [rows, rank] in float32
+  at::Tensor q_local;       // [rank, cols] in float32
+  at::Tensor q_warm;        // [rank, cols] in float32
   at::Tensor memory_units;  // one float64: the loss scale of memory and q_local. project writes it
   at::Tensor q_norms;       // [rank] in float64: the norms of the rows of the last summed Q
   std::vector<at::Tensor> before;  // step_tensors() before the last step; empty: not kept

@@ -50,7 +50,7 @@ class Payload {
   Payload& operator=(const Payload&) = delete;
 
   virtual Schedule schedule() const = 0;
-  virtual at::Tensor& elements() = 0;  // in the factor dtype
+  virtual at::Tensor& elements() = 0;  // in float32
 
   virtual at::Tensor& sent() = 0;
   virtual at::Tensor& received() = 0;

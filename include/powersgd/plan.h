@@ -18,6 +18,7 @@ struct MatrixShape {
 struct ParameterShape {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;  // empty: contiguous
+  bool exact = false;            // sent whole, because its dtype is not compressed
 
   int64_t numel() const;
 };
@@ -34,19 +35,20 @@ MatrixShape near_square_shape(int64_t numel);
 // The rank at which a matrix is compressed: min(rank, rows, cols).
 int64_t effective_rank(const MatrixShape& shape, const Options& options);
 
-// True if compression pays: (rows + cols) * r * min_compression_rate < rows * cols.
-bool should_compress(const MatrixShape& shape, const Options& options);
+// True if compression pays: (rows + cols) * r * min_compression_rate < rows * cols. False if the
+// parameter is exact.
+bool should_compress(const ParameterShape& shape, const Options& options);
 
-// The elements that a matrix sends in one step.
+// The elements that a parameter sends in one step.
 struct SentNumel {
-  int64_t rank = 0;   // 0 if the matrix is not compressed: all of its elements travel raw
+  int64_t rank = 0;   // 0 if it is not compressed: all of its elements travel raw
   int64_t p = 0;      // rows * rank
   int64_t q = 0;      // rank * cols
   int64_t total = 0;  // all elements, including the use
 };
 
 // The total has no non-finite count, because a bucket sends only one.
-SentNumel sent_numel(const MatrixShape& shape, const Options& options);
+SentNumel sent_numel(const ParameterShape& shape, const Options& options);
 
 // A compressed parameter. All offsets count elements.
 struct PlannedMatrix {

@@ -23,9 +23,9 @@ const char* span_name(Stage stage);
 
 struct StatsSnapshot {
   int64_t steps = 0;  // synchronizations of attached models and backward passes of flat tensors
-  // The devices count the next two, and Stats itself leaves them 0.
-  int64_t skipped_steps = 0;    // steps in which a gradient was not finite on some rank
-  int64_t saturated_steps = 0;  // steps that cut a float16 residual off at 65504
+  // Steps in which a gradient was not finite on some rank. The devices count them, and Stats itself
+  // leaves this 0.
+  int64_t skipped_steps = 0;
   int64_t compressed_calls = 0;
   int64_t exact_calls = 0;   // eligible gradients sent whole: warm-up, or nothing worth compressing
   int64_t bytes_before = 0;  // the gradients, had they been sent whole

@@ -10,24 +10,18 @@
 namespace powersgd {
 
 namespace kernels {
-struct StepCounts;
+struct StepCount;
 }  // namespace kernels
 
-// Counts the skipped and the saturated steps of one owner (a model) over all of its buckets. The
-// kernels count, because the device is the first to know whether a step is skipped. Safe from any
-// thread.
+// Counts the skipped steps of one owner (a model) over all of its buckets. The kernels count,
+// because the device is the first to know whether a step is skipped. Safe from any thread.
 class StepCounter {
  public:
-  struct Totals {
-    int64_t skipped = 0;
-    int64_t saturated = 0;
-  };
-
-  // The counts that the kernels of a device add to.
-  kernels::StepCounts* on(at::Device device);
+  // The count that the kernels of a device add to.
+  kernels::StepCount* on(at::Device device);
 
   // Synchronizes with the devices. No step may be in flight.
-  Totals totals();
+  int64_t skipped_steps();
 
   // The devices that count.
   std::vector<at::Device> devices();

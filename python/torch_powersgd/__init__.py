@@ -9,8 +9,6 @@
 Importing the package registers the backend ``"powersgd"`` for CPU and CUDA.
 """
 
-from typing import TYPE_CHECKING
-
 from torch_powersgd._backend import register
 from torch_powersgd._version import __version__
 from torch_powersgd.attach import attach
@@ -18,11 +16,8 @@ from torch_powersgd.compression import Compression
 from torch_powersgd.local_steps import DiLoCo, LocalSGD
 from torch_powersgd.options import Options, configure
 from torch_powersgd.scope import scope
+from torch_powersgd.shadow_mode import Shadow, ShadowedLayer, shadow
 from torch_powersgd.stats import stats
-
-if TYPE_CHECKING:
-    from torch_powersgd.tools.shadow import Shadow, shadow
-    from torch_powersgd.tools.shadow_compressors import ShadowedLayer
 
 __all__ = [
     "Compression",
@@ -44,13 +39,3 @@ register()
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def __getattr__(name: str) -> object:
-    """Imports shadow mode on demand, because training doesn't need it."""
-    if name not in ("Shadow", "ShadowedLayer", "shadow"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torch_powersgd.tools import shadow
-
-    found: object = getattr(shadow, name)
-    return found

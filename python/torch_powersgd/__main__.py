@@ -2,7 +2,7 @@
 """The command line: ``powersgd``, or ``python -m torch_powersgd``.
 
 powersgd --version
-powersgd doctor [--listen | --peer HOST]
+powersgd doctor [--master HOST]
 powersgd plan MODULE:FACTORY --rank 16 --wire-dtype int8
 torchrun ... -m torch_powersgd advise MODULE:FACTORY --step MODULE:FUNCTION
 torchrun ... -m torch_powersgd shadow MODULE:FACTORY --step MODULE:FUNCTION
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
-from torch_powersgd.commands import advise, doctor, plan, shadow
-from torch_powersgd.tools.advise import SharedError
+from torch_powersgd.cli import advise, doctor, plan, shadow
+from torch_powersgd.cli.processes import SharedError
 
 
 def _version() -> str:

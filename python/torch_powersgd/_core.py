@@ -9,7 +9,7 @@ except ImportError as error:  # Usually it is not built, or is built against ano
     raise ImportError(
         "torch_powersgd's compiled core could not be loaded with torch "
         f"{torch.__version__} ({error}). Build it in this environment: "
-        "pip install --no-build-isolation -e . (or python setup.py develop)"
+        "pip install --no-build-isolation -e ."
     ) from error
 
 # The C++ classes of torch differ between releases, and pybind11 does not notice. A core that was

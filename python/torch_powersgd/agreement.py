@@ -6,9 +6,18 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from torch_powersgd.group_backends import check_alive, timeout_of
-from torch_powersgd.store_agreement import Compare, Conclude, Make, next_call
+from torch_powersgd.store_agreement import (
+    CollectiveCall,
+    Compare,
+    Conclude,
+    Make,
+    count_call,
+    global_ranks,
+    store_of_call,
+)
 
 T = TypeVar("T")
 
@@ -37,5 +46,14 @@ def agree(
             doesn't call. On this rank only, if the group was destroyed here.
     """
     check_alive(group)
-    timeout = timeout_of(group)
-    return next_call(group, call, timeout).agree_on(make, compare, conclude)
+    calls = PrefixStore(f"powersgd/{call}", group.get_group_store())
+    number = count_call(calls, group.rank())
+    before = store_of_call(calls, number - 1) if number > 1 else None
+    return CollectiveCall(
+        store_of_call(calls, number),
+        group.rank(),
+        global_ranks(group),
+        f"called {call}",
+        timeout_of(group),
+        before=before,
+    ).agree_on(make, compare, conclude)

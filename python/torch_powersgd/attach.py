@@ -17,7 +17,7 @@ from torch_powersgd._core import _C
 from torch_powersgd.attach_checks import agree
 from torch_powersgd.attachment import Attachment
 from torch_powersgd.compression import Compression
-from torch_powersgd.matrices import highest_rank
+from torch_powersgd.matrices import exact_dtypes, highest_rank, is_exact
 from torch_powersgd.options import Options, to_core
 from torch_powersgd.targets import Target, target_of
 from torch_powersgd.units import size_text
@@ -143,15 +143,21 @@ def _announce(compression: Compression, target: Target) -> None:
         return
     rank, rate = options.matrix_approximation_rank, options.min_compression_rate
     outline = compression.attachment.reducer.states.outline()
+    gradients = [*target.gradients().values()]
+    exact = exact_dtypes(gradients)
     if outline.compressed_parameters == 0:
+        if all(map(is_exact, gradients)):
+            say.warning(f"no parameter is compressed: gradients in {exact} are averaged exactly")
+            return
         remedy = (
             f"Use a matrix rank of at most {highest}"
-            if (highest := highest_rank(target.gradients().values(), options))
+            if (highest := highest_rank(gradients, options))
             else "They are too small for any matrix rank"
         )
         say.warning(
             f"no parameter is compressed: with matrix_approximation_rank={rank}, no parameter's "
             f"factors are min_compression_rate={rate:g} times smaller than its gradient. {remedy}"
+            + (f". Those in {exact} are averaged exactly" if exact else "")
         )
         return
     on_one_host = (
@@ -160,9 +166,10 @@ def _announce(compression: Compression, target: Target) -> None:
         else ""
     )
     share = 100 * outline.compressed_numel / outline.numel
+    those = f"; those in {exact} are averaged exactly" if exact else ""
     say.notice(
         f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
-        f"elements) are compressed at matrix rank {rank}; a step sends "
+        f"elements) are compressed at matrix rank {rank}{those}; a step sends "
         f"{size_text(outline.bytes_after)} instead of {size_text(outline.bytes_before)}, from "
         f"step {options.start_powerSGD_iter} on{on_one_host}"
     )

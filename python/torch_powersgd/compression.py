@@ -122,9 +122,8 @@ class Compression(Stateful):
             The other counts are this process's, since ``attach`` or ``reset_stats``:
 
             ``skipped_steps``: steps in which a gradient was not finite on some process.
-            ``saturated_steps``: steps in which a residual exceeded 65504, the largest float16, and
-            lost the excess. ``differences``: factors that differed between processes, which
-            ``check_every`` found and repaired.
+            ``differences``: factors that differed between processes, which ``check_every`` found
+            and repaired.
 
             ``compressed_calls`` and ``exact_calls``: buckets that were compressed, or sent whole.
             ``bytes_before``: the gradients. ``bytes_after``: what this process sent instead, as

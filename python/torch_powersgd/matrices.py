@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from torch_powersgd._core import _C
+from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
 
 
@@ -21,7 +22,19 @@ def highest_rank(parameters: Iterable[torch.Tensor], options: Options) -> int:
     """The highest matrix rank at which any of them is compressed. It is 0 if there is none."""
     highest = 0
     for parameter in parameters:
+        if is_exact(parameter):
+            continue
         rows, cols = _C.matrix_shape(list(as_reals(parameter).shape), [])
         bound = rows * cols / (max(rows + cols, 1) * options.min_compression_rate)
         highest = max(highest, min(math.ceil(bound) - 1, _C.max_rank))
     return highest
+
+
+def is_exact(parameter: torch.Tensor) -> bool:
+    """Whether the gradient is averaged exactly because of its dtype, such as float64."""
+    return not _C.is_compressible(as_reals(parameter).dtype)
+
+
+def exact_dtypes(parameters: Iterable[torch.Tensor]) -> str:
+    """The dtypes of those that are exact, such as "float64". Empty if there is none."""
+    return " and ".join(sorted({dtype_name(as_reals(p).dtype) for p in parameters if is_exact(p)}))

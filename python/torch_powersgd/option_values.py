@@ -12,7 +12,8 @@ import torch
 
 # The names of data types, and what Options holds for them. No torch dtype holds 4-bit integers.
 _DTYPES: dict[str, torch.dtype | str] = {
-    **{name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")},
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
     "int8": "int8",
     "int4": "int4",
 }

@@ -58,14 +58,10 @@ class Options:
         min_numel: Minimum number of elements of a flat tensor that ``"backward"`` compresses.
         inner: Name of the backend to wrap: ``"gloo"``, ``"nccl"``, or one that was registered with
             torch before. ``"auto"``: gloo for CPUs, nccl for CUDA.
-        wire_dtype: Data type in which factors are sent: ``"int8"``, ``"int4"``,
-            ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``. The quantization error goes
-            to the residual. None: float32, or float64 for float64 gradients. Gradients that aren't
-            compressed are never rounded.
-        residual_dtype: Data type of the residual: ``torch.float32``, ``torch.bfloat16`` or
-            ``torch.float16``. Residuals of float64 gradients are always float64. Values beyond the
-            type's largest are cut off; ``Compression.stats()["saturated_steps"]`` counts the steps
-            in which that happens in float16.
+        wire_dtype: Data type in which factors are sent: ``"int8"``, ``"int4"`` or
+            ``torch.bfloat16``. The quantization error goes to the residual. None: float32.
+            Gradients that aren't compressed, such as all in float64, are never rounded.
+        residual_dtype: Data type of the residual: ``torch.float32`` or ``torch.bfloat16``.
         check_every: Number of steps between two checks that the factors are equal on all processes.
             If they differ, a warning names the parameter and the ranks, all processes take rank
             0's factors, and ``Compression.stats()["differences"]`` counts it. 0: never check.

@@ -81,7 +81,7 @@ class CollectiveCall:
         try:
             text = json.dumps(mine)
         except Exception as invalid:  # such as an integer of 5000 digits
-            text = json.dumps(error_as_arguments(invalid))
+            text = json.dumps(_as_arguments(invalid))
         self.store.set(str(self.rank), text)
         verdict = self._judge(compare, conclude) if self.rank == 0 else self._read_verdict()
         if verdict["error"]:
@@ -96,7 +96,7 @@ class CollectiveCall:
         try:
             made, mine = make()
         except Exception as invalid:  # Of any type: the other ranks wait for it.
-            self.agree(error_as_arguments(invalid), compare)  # raises it on every rank
+            self.agree(_as_arguments(invalid), compare)  # raises it on every rank
             raise
         return made, self.agree(mine, compare, conclude)
 
@@ -192,24 +192,6 @@ class CollectiveCall:
         return ""
 
 
-def next_call(
-    group: dist.ProcessGroup,
-    function: str,
-    timeout: timedelta,
-) -> CollectiveCall:
-    """This rank's next call of a function that every rank of the group must call."""
-    calls = PrefixStore(f"powersgd/{function}", group.get_group_store())
-    number = count_call(calls, group.rank())
-    return CollectiveCall(
-        store_of_call(calls, number),
-        group.rank(),
-        global_ranks(group),
-        f"called {function}",
-        timeout,
-        before=store_of_call(calls, number - 1) if number > 1 else None,
-    )
-
-
 @contextlib.contextmanager
 def naming_absent(group: dist.ProcessGroup, deed: str) -> Iterator[None]:
     """A context for waits: if a collective fails in it, the error names the ranks that lack it.
@@ -298,7 +280,7 @@ def store_of_call(store: Store, number: int) -> PrefixStore:
     return PrefixStore(str(number), store)
 
 
-def error_as_arguments(error: Exception) -> dict[str, Any]:
+def _as_arguments(error: Exception) -> dict[str, Any]:
     """Returns what a rank passes to ``agree`` instead of its arguments after an error.
 
     A long message, such as one that quotes a value, is cut.

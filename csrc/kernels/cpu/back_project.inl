@@ -20,8 +20,8 @@ constexpr int64_t kRowsAhead = 2 * kRows;
 // Returns the first `count` elements of a vector of M. Without a residual M is the gradient, with 0
 // where it is not finite.
 template <bool kFiniteOnly, class S>
-inline Computed<S> load_m(const S* source, int64_t count) {
-  const Computed<S> value = load_first(source, count);
+inline Floats load_m(const S* source, int64_t count) {
+  const Floats value = load_first(source, count);
   if constexpr (kFiniteOnly) return finite_or_zero(value);
   return value;
 }
@@ -32,23 +32,21 @@ struct LoadRows {
   const S* m;
   int64_t stride;
 
-  Computed<S> get(int64_t i, int64_t j) const {
+  Floats get(int64_t i, int64_t j) const {
     prefetch(m, (i + kRowsAhead) * stride + j);
-    return load_m<kFiniteOnly>(m + i * stride + j, kLanes<ComputeOf<S>>);
+    return load_m<kFiniteOnly>(m + i * stride + j, kLanes<float>);
   }
 };
 
 template <class S, bool kFiniteOnly>
 struct BackProjectTile {
-  using F = ComputeOf<S>;
-
   const Bucket& bucket;
   const Matrix& matrix;
   const Tile& tile;
   const S* m;
 
   POWERSGD_TILE_FUNCTION void run() const {
-    F* partial = start_partial_q<F>(bucket, matrix, tile);
+    float* partial = start_partial_q(bucket, matrix, tile);
     const Region region{tile.row_begin, tile.row_end, tile.col_begin, tile.col_end,
                         kBackProjectElements};
     for_each_block(matrix, region, [&](const BandBlock& block) {
@@ -58,26 +56,26 @@ struct BackProjectTile {
     });
   }
 
-  void add_rows(const BandBlock& block, int64_t row, F* sums) const {
+  void add_rows(const BandBlock& block, int64_t row, float* sums) const {
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
     const S* source = m + row * matrix.cols + block.col;
-    if (rows == kRows && block.cols % kLanes<F> == 0) {
+    if (rows == kRows && block.cols % kLanes<float> == 0) {
       add_to_partial_q(matrix, LoadRows<S, kFiniteOnly>{source, matrix.cols}, row, rows, block.cols,
                        sums);
     } else {
-      alignas(64) F copy[kRows * kBlockStride];
+      alignas(64) float copy[kRows * kBlockStride];
       copy_rows(source, rows, block.cols, copy);
-      add_to_partial_q(matrix, LoadBlock<F>{copy}, row, rows, block.cols, sums);
+      add_to_partial_q(matrix, LoadBlock<float>{copy}, row, rows, block.cols, sums);
     }
   }
 
   // Copies rows that are not whole vectors, padded with zeros.
-  void copy_rows(const S* source, int64_t rows, int64_t cols, F* copy) const {
-    std::fill_n(copy, kRows * kBlockStride, F{0});
+  void copy_rows(const S* source, int64_t rows, int64_t cols, float* copy) const {
+    std::fill_n(copy, kRows * kBlockStride, 0.0f);
     for (int64_t i = 0; i < rows; ++i) {
       const S* from = source + i * matrix.cols;
-      F* to = copy + i * kBlockStride;
-      for_each_vector<F>(cols, [&](int64_t j, int64_t count) {
+      float* to = copy + i * kBlockStride;
+      for_each_vector(cols, [&](int64_t j, int64_t count) {
         store(to + j, load_m<kFiniteOnly>(from + j, count));
       });
     }
@@ -87,7 +85,7 @@ struct BackProjectTile {
 inline void back_project_tile(const Bucket& bucket, const Tile& tile) {
   const Matrix& matrix = bucket.matrices[tile.item];
   if (matrix.memory != nullptr) {
-    with_storage(bucket.residual_dtype, [&](auto residual) {
+    with_residual_storage(bucket.residual_dtype, [&](auto residual) {
       using R = decltype(residual);
       const R* m = static_cast<const R*>(matrix.memory);
       BackProjectTile<R, false>{bucket, matrix, tile, m}.run();
@@ -106,11 +104,7 @@ inline void back_project(const Bucket& bucket, const ParallelFor& parallel_for) 
     for_each_tile(bucket, kBackProjectTiles, parallel_for,
                   [&](const Tile& tile) { back_project_tile(bucket, tile); });
   }
-  if (bucket.factor_dtype == DType::kFloat64) {
-    sum_strips<double>(bucket, parallel_for);
-  } else {
-    sum_strips<float>(bucket, parallel_for);
-  }
+  sum_strips(bucket, parallel_for);
 }
 
 }  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

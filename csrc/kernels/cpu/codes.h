@@ -76,58 +76,40 @@ inline void encode_bfloat16(const float* values, uint8_t* codes) {
   }
 }
 
-inline void encode_half(const float* values, float inverse, uint8_t* codes) {
-  for (int64_t i = 0; i < kGroup; i += kLanes<float>) {
-    const Floats value = within(load(values + i), broadcast(kLargestScaledHalf));
-    store_half_words(codes + 2 * i, to_half(value * inverse));
-  }
-}
-
-template <class Storage>
-inline void decode_halves(const uint8_t* codes, float scale, float* values) {
-  const auto* source = reinterpret_cast<const Storage*>(codes);
-  for (int64_t i = 0; i < kGroup; i += kLanes<float>) {
-    store(values + i, load_as(source + i) * scale);
-  }
+inline void decode_bfloat16(const uint8_t* codes, float* values) {
+  const auto* source = reinterpret_cast<const BFloat16*>(codes);
+  for (int64_t i = 0; i < kGroup; i += kLanes<float>) store(values + i, load_as(source + i));
 }
 
 // Writes the codes of a group. The values of int8 and int4 are those that the scale was made for.
 POWERSGD_TILE_FUNCTION inline void encode(WireDType dtype, const float* values, float scale,
                                           uint8_t* codes) {
   switch (dtype) {
-    case WireDType::kFloat32:
-      break;
     case WireDType::kBFloat16:
-      return encode_bfloat16(values, codes);
-    case WireDType::kFloat16:
-      return encode_half(values, inverse_of(scale), codes);
+      break;
     case WireDType::kInt8:
       return encode_integers<8>(values, inverse_of(scale), codes);
     case WireDType::kInt4:
       return encode_integers<4>(values, inverse_of(scale), codes);
   }
-  std::memcpy(codes, values, kGroup * sizeof(float));
+  encode_bfloat16(values, codes);
 }
 
 POWERSGD_TILE_FUNCTION inline void decode(WireDType dtype, const uint8_t* codes, float scale,
                                           float* values) {
   switch (dtype) {
-    case WireDType::kFloat32:
-      break;
     case WireDType::kBFloat16:
-      return decode_halves<BFloat16>(codes, 1, values);
-    case WireDType::kFloat16:
-      return decode_halves<Half>(codes, scale, values);
+      break;
     case WireDType::kInt8:
       return decode_integers<8>(codes, scale, values);
     case WireDType::kInt4:
       return decode_integers<4>(codes, scale, values);
   }
-  std::memcpy(values, codes, kGroup * sizeof(float));
+  decode_bfloat16(codes, values);
 }
 
 POWERSGD_TILE_FUNCTION inline float largest_of_group(const float* values) {
-  LargestOfLanes<float> largest;
+  LargestOfLanes largest;
   for (int64_t i = 0; i < kGroup; i += kLanes<float>) largest.add(load(values + i));
   return largest.get();
 }

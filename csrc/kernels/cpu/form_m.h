@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "kernels/cpu/blocking/bands.h"
-#include "kernels/cpu/blocking/element_flags.h"
+#include "kernels/cpu/blocking/finite_check.h"
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/simd/convert.h"
 
@@ -16,33 +16,29 @@ namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 // (load_first).
 template <class G, class R, bool kFeedback>
 struct MatrixElements {
-  using F = ComputeOf<G>;
-  using V = Vector<F>;
-
   const G* gradient;
   R* residual;
-  F residual_scale;
+  float residual_scale;
 
-  MatrixElements(const Bucket& bucket, const Matrix& matrix, F scale)
+  MatrixElements(const Bucket& bucket, const Matrix& matrix, float scale)
       : gradient(elements<G>(bucket.gradient, matrix.gradient_offset)),
         residual(static_cast<R*>(matrix.memory)),
         residual_scale(scale) {}
 
   // Returns G + residual_scale * residual. An element of G that is not finite counts as 0.
-  V load_sum(int64_t offset, int64_t count, ElementFlags<F>& flags) const {
-    const V g = load_first(gradient + offset, count);
-    flags.examine_gradient(g);
-    const V finite = finite_or_zero(g);
+  Floats load_sum(int64_t offset, int64_t count, FiniteCheck& check) const {
+    const Floats g = load_first(gradient + offset, count);
+    check.add(g);
+    const Floats finite = finite_or_zero(g);
     if constexpr (!kFeedback) return finite;
-    return multiply_add(broadcast(residual_scale), V(load_first(residual + offset, count)), finite);
+    return multiply_add(broadcast(residual_scale), load_first(residual + offset, count), finite);
   }
 
   // Stores m as the residual, and returns it as stored. The clamp keeps the residual finite where m
   // is out of its range: an infinity would never leave it.
-  V store_m(int64_t offset, int64_t count, V m, ElementFlags<F>& flags) const {
-    if constexpr (!kFeedback) return m;
-    flags.template examine_m<R>(m);
-    return store_first(residual + offset, count, clamped_to<R>(m));
+  Floats store_m(int64_t offset, int64_t count, Floats m) const {
+    if constexpr (kFeedback) return store_first(residual + offset, count, clamped_to<R>(m));
+    return m;
   }
 
   void prefetch_inputs(int64_t offset) const {
@@ -55,52 +51,50 @@ struct MatrixElements {
 // as often. The last step sent the product `left` `right`, of any rank.
 template <class G, class R, bool kFeedback>
 struct FormRows {
-  using F = ComputeOf<G>;
-
   const Bucket& bucket;
   const Matrix& matrix;
-  const F* left;           // [rows, rank]
-  PackedFactor<F>& right;  // [rank, cols]
-  F residual_scale;
+  const float* left;      // [rows, rank]
+  PackedFactor<>& right;  // [rank, cols]
+  float residual_scale;
 
   // m is [kRows, kBlockStride], the columns of the block padded with zeros to a multiple of kPad.
-  void form(const BandBlock& block, int64_t row, F* m, ElementFlags<F>& flags) const {
+  void form(const BandBlock& block, int64_t row, float* m, FiniteCheck& check) const {
     if constexpr (kFeedback) multiply_last_step(block, row, m);
-    combine(block, row, m, flags);
+    combine(block, row, m, check);
   }
 
-  void multiply_last_step(const BandBlock& block, int64_t row, F* product) const {
+  void multiply_last_step(const BandBlock& block, int64_t row, float* product) const {
     const int64_t rank = matrix.rank;
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
-    alignas(64) F packed[kRows * kPackedRank];
+    alignas(64) float packed[kRows * kPackedRank];
     for (int64_t k = 0; k == 0 || k < rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, rank - k);
       right.pack(k, count, block.col, block.cols);
       pack_rows(left + row * rank + k, rank, rows, count, residual_scale, packed);
       multiply<Rounding::kFastest>(packed, right.data(), kBlockStride, count,
                                    round_up(block.cols, kPad), k > 0 ? product : nullptr,
-                                   StoreBlock<F>{product});
+                                   StoreBlock<float>{product});
     }
   }
 
   // m, the product if there is one, becomes M.
-  void combine(const BandBlock& block, int64_t row, F* m, ElementFlags<F>& flags) const {
+  void combine(const BandBlock& block, int64_t row, float* m, FiniteCheck& check) const {
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
     const MatrixElements<G, R, kFeedback> source(bucket, matrix, residual_scale);
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t offset = (row + i) * matrix.cols + block.col;
       const int64_t ahead = block.ahead(row + i, matrix.cols);
-      F* target = m + i * kBlockStride;
-      for_each_vector<F, 2>(block.cols, [&](int64_t j, int64_t count) {
+      float* target = m + i * kBlockStride;
+      for_each_vector<2>(block.cols, [&](int64_t j, int64_t count) {
         source.prefetch_inputs(ahead + j);
-        Vector<F> sum = source.load_sum(offset + j, count, flags);
+        Floats sum = source.load_sum(offset + j, count, check);
         if constexpr (kFeedback) sum -= load(target + j);
-        store(target + j, source.store_m(offset + j, count, sum, flags));
+        store(target + j, source.store_m(offset + j, count, sum));
       });
-      const int64_t padded = round_up(block.cols, kLanes<F>);
-      std::fill(target + padded, target + round_up(block.cols, kPad), F{0});
+      const int64_t padded = round_up(block.cols, kLanes<float>);
+      std::fill(target + padded, target + round_up(block.cols, kPad), 0.0f);
     }
-    std::fill(m + rows * kBlockStride, m + kRows * kBlockStride, F{0});
+    std::fill(m + rows * kBlockStride, m + kRows * kBlockStride, 0.0f);
   }
 };
 

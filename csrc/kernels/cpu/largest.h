@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 #include <utility>
 
 #include "kernels/cpu/simd/convert.h"
@@ -12,29 +11,25 @@ namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 // The largest magnitude of the lanes of vectors. A NaN counts as larger than an infinity, because
 // numbers that are not negative have the order of their bits. The functions are for tile functions,
 // which inline them: no other caller is sure to pass vectors in the target's registers.
-template <class F>
 class LargestOfLanes {
  public:
-  using Word = std::conditional_t<sizeof(F) == 4, uint32_t, uint64_t>;
-
-  void add(Vector<F> values) {
-    const Vector<Word> magnitudes = bits_as<Vector<Word>>(values) & (~Word{0} >> 1);
+  void add(Floats values) {
+    const Words magnitudes = bits_as<Words>(values) & 0x7FFFFFFFu;
     words_ = greater_of(magnitudes, words_);
   }
 
-  F get() const { return bits_as<Vector<F>>(folded<kLanes<F> / 2>(words_, kAllLanes))[0]; }
+  float get() const { return bits_as<Floats>(folded<kLanes<float> / 2>(words_, kAllLanes))[0]; }
 
  private:
-  using V = Vector<Word>;
-  static constexpr std::make_index_sequence<static_cast<size_t>(kLanes<F>)> kAllLanes{};
+  static constexpr std::make_index_sequence<static_cast<size_t>(kLanes<float>)> kAllLanes{};
 
-  static V greater_of(V a, V b) { return a > b ? a : b; }
+  static Words greater_of(Words a, Words b) { return a > b ? a : b; }
 
   // Returns a vector whose lane 0 is the largest of the first 2 kBy lanes.
   template <ptrdiff_t kBy, size_t... kLane>
-  static V folded(V words, std::index_sequence<kLane...> all_lanes) {
-    const V other = POWERSGD_SHUFFLE(V, words, words, ((kLane + kBy) % kLanes<F>)...);
-    const V largest = greater_of(words, other);
+  static Words folded(Words words, std::index_sequence<kLane...> all_lanes) {
+    const Words other = POWERSGD_SHUFFLE(Words, words, words, ((kLane + kBy) % kLanes<float>)...);
+    const Words largest = greater_of(words, other);
     if constexpr (kBy > 1) {
       return folded<kBy / 2>(largest, all_lanes);
     } else {
@@ -42,7 +37,7 @@ class LargestOfLanes {
     }
   }
 
-  V words_ = {};
+  Words words_ = {};
 };
 
 }  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

@@ -21,8 +21,7 @@ struct RowGroup {
   alignas(64) double rows[kRows * kMaxRank];
   alignas(64) double columns[kRows * kMaxRank];  // the same as [rank, kRows]
 
-  template <class F>
-  void load_rows(const TallFactor<F>& source, int64_t row, int64_t count, int64_t rank,
+  void load_rows(const TallFactor& source, int64_t row, int64_t count, int64_t rank,
                  int64_t stride) {
     for (int64_t i = 0; i < kRows; ++i) {
       for (int64_t k = 0; k < rank; ++k) {
@@ -34,9 +33,8 @@ struct RowGroup {
   }
 };
 
-template <class F>
 POWERSGD_TILE_FUNCTION inline void add_gram_tile(const Matrix& matrix, const Tile& tile,
-                                                 const TallFactor<F>& source, double* partial) {
+                                                 const TallFactor& source, double* partial) {
   const int64_t rank = matrix.rank;
   const int64_t stride = OrthogonalizeLayout(matrix).stride;
   RowGroup group;
@@ -49,13 +47,12 @@ POWERSGD_TILE_FUNCTION inline void add_gram_tile(const Matrix& matrix, const Til
 }
 
 // p_hat = source transform, in the rows of a tile.
-template <class F>
 POWERSGD_TILE_FUNCTION inline void transform_tile(const Matrix& matrix, const Tile& tile,
-                                                  const TallFactor<F>& source,
+                                                  const TallFactor& source,
                                                   const FactorSpace& space) {
   const int64_t rank = matrix.rank;
   const int64_t stride = space.layout.stride;
-  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
+  const TallFactor p_hat = p_hat_of(matrix);
   RowGroup group;
   for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
     const int64_t rows = std::min<int64_t>(kRows, tile.row_end - row);
@@ -65,13 +62,12 @@ POWERSGD_TILE_FUNCTION inline void transform_tile(const Matrix& matrix, const Ti
                                       StoreBlock<double>{group.rows, stride});
     for (int64_t i = 0; i < rows; ++i) {
       for (int64_t k = 0; k < rank; ++k) {
-        p_hat.at(row + i, k) = static_cast<F>(group.rows[i * stride + k]);
+        p_hat.at(row + i, k) = static_cast<float>(group.rows[i * stride + k]);
       }
     }
   }
 }
 
-template <class F>
 class Orthogonalizer {
  public:
   Orthogonalizer(const Bucket& bucket, const ParallelFor& parallel_for)
@@ -79,7 +75,7 @@ class Orthogonalizer {
 
   // Returns whether the step is to be skipped, which is known before anything is written.
   bool run() {
-    const F count = elements<F>(bucket_.p_payload, bucket_.p_numel - 1)[0];
+    const float count = elements<float>(bucket_.p_payload, bucket_.p_numel - 1)[0];
     if (!(count == 0)) return true;
     for (int pass = 0; pass < kMaxPasses; ++pass) {
       compute_gram(pass);
@@ -92,8 +88,8 @@ class Orthogonalizer {
   }
 
  private:
-  TallFactor<F> source(const Matrix& matrix, int pass) const {
-    return pass > 0 ? p_hat_of<F>(matrix) : p_of<F>(bucket_, matrix);
+  TallFactor source(const Matrix& matrix, int pass) const {
+    return pass > 0 ? p_hat_of(matrix) : p_of(bucket_, matrix);
   }
 
   FactorSpace space(const Tile& tile) const {
@@ -118,7 +114,7 @@ class Orthogonalizer {
     for_each_tile(bucket_, kFactorTiles, parallel_for_, [&](const Tile& tile) {
       const FactorSpace factor = space(tile);
       if (!takes_part(factor, pass)) return;
-      FactorMatrix{factor, bucket_.matrices[tile.item].rank, bucket_.epsilon, kWeakPivot<F>, pass}
+      FactorMatrix{factor, bucket_.matrices[tile.item].rank, bucket_.epsilon, kWeakPivot, pass}
           .run();
     });
   }
@@ -128,7 +124,7 @@ class Orthogonalizer {
       const FactorSpace factor = space(tile);
       if (!takes_part(factor, pass)) return;
       const Matrix& matrix = bucket_.matrices[tile.item];
-      if (out_of_use<F>(bucket_, matrix)) return;
+      if (out_of_use(bucket_, matrix)) return;
       transform_tile(matrix, tile, source(matrix, pass), factor);
     });
   }
@@ -145,10 +141,7 @@ class Orthogonalizer {
 };
 
 inline void orthogonalize(const Bucket& bucket, const ParallelFor& parallel_for) {
-  const bool skipped = bucket.factor_dtype == DType::kFloat64
-                           ? Orthogonalizer<double>(bucket, parallel_for).run()
-                           : Orthogonalizer<float>(bucket, parallel_for).run();
-  bucket.state->skipped = skipped ? 1 : 0;
+  bucket.state->skipped = Orthogonalizer(bucket, parallel_for).run() ? 1 : 0;
 }
 
 }  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "kernels/cpu/blocking/element_flags.h"
+#include "kernels/cpu/blocking/finite_check.h"
 #include "kernels/cpu/blocking/tiles.h"
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/shared/steps.h"
@@ -12,25 +12,24 @@ namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 // Copies a tile of a raw segment, which travels as it is.
 template <class G>
 POWERSGD_TILE_FUNCTION inline void copy_raw_tile(const Bucket& bucket, const Tile& tile) {
-  using F = ComputeOf<G>;
   const RawSegment& raw = bucket.raw_segments[tile.item];
   const G* gradient = elements<G>(bucket.gradient, raw.gradient_offset) + tile.col_begin;
-  F* payload = elements<F>(bucket.p_payload, raw.p_offset) + tile.col_begin;
-  ElementFlags<F> flags;
-  for_each_vector<F>(tile.col_end - tile.col_begin, [&](int64_t j, int64_t count) {
-    const Vector<F> g = load_first(gradient + j, count);
-    flags.examine_gradient(g);
+  float* payload = elements<float>(bucket.p_payload, raw.p_offset) + tile.col_begin;
+  FiniteCheck check;
+  for_each_vector(tile.col_end - tile.col_begin, [&](int64_t j, int64_t count) {
+    const Floats g = load_first(gradient + j, count);
+    check.add(g);
     store_first(payload + j, count, g);
   });
-  flags_of(bucket, tile) = flags.template flags<F>();
+  non_finite_flag(bucket, tile) = check.passed() ? 0 : 1;
 }
 
 // Writes for each matrix whether this rank has used it.
-template <class F>
 inline void write_uses(const Bucket& bucket) {
   for (int32_t i = 0; i < bucket.num_matrices; ++i) {
     const int64_t offset = bucket.matrices[i].use_offset;
-    if (offset >= 0) *elements<F>(bucket.p_payload, offset) = static_cast<F>(use_of(bucket, i));
+    if (offset >= 0)
+      *elements<float>(bucket.p_payload, offset) = static_cast<float>(use_of(bucket, i));
   }
 }
 
@@ -41,23 +40,21 @@ inline void note_units(const Bucket& bucket) {
   }
 }
 
-// Calls on_matrix(tile), which sets the tile's flags, for each tile of a matrix, and fills the P
+// Calls on_matrix(tile), which sets the tile's flag, for each tile of a matrix, and fills the P
 // payload.
 template <class G, class OnMatrix>
 inline void project_and_pack(const Bucket& bucket, const ParallelFor& parallel_for,
                              const OnMatrix& on_matrix) {
-  int32_t flags = 0;
+  int32_t non_finite = 0;
   for_each_matrix_and_raw_tile(bucket, parallel_for, on_matrix,
                                [&](const Tile& tile) { copy_raw_tile<G>(bucket, tile); });
   for (const Tile* tile = bucket.tiles + bucket.tile_list_begin[kMatrixTiles];
        tile < bucket.tiles + bucket.tile_list_begin[kRawTiles + 1]; ++tile) {
-    flags |= flags_of(bucket, *tile);
+    non_finite |= non_finite_flag(bucket, *tile);
   }
-  elements<ComputeOf<G>>(bucket.p_payload, bucket.p_numel - 1)[0] =
-      (flags & kNonFinite) != 0 ? 1 : 0;
+  *elements<float>(bucket.p_payload, bucket.p_numel - 1) = static_cast<float>(non_finite);
   bucket.state->step = begun_step(bucket);
-  if ((flags & kSaturated) != 0) count_step(bucket, &StepCounts::saturated);
-  write_uses<ComputeOf<G>>(bucket);
+  write_uses(bucket);
   note_units(bucket);
 }
 

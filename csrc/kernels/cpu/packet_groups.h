@@ -14,25 +14,22 @@
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // One group of a factor, outside of packets.
-template <class F>
 struct Group {
   int64_t count;
-  F* values;  // in the payload
+  float* values;  // in the payload
   int64_t stride;
-  F* q_local;  // [count]; null for P
+  float* q_local;  // [count]; null for P
 };
 
-template <class F>
 struct alignas(64) GroupBuffer {
-  F values[kGroup];
+  float values[kGroup];
 };
 
 // Loads the elements of a group, followed by zeros.
-template <class F>
-POWERSGD_TILE_FUNCTION inline void load_group(const Group<F>& group, F* values) {
-  if (group.count < kGroup) std::fill_n(values, kGroup, F{0});
+POWERSGD_TILE_FUNCTION inline void load_group(const Group& group, float* values) {
+  if (group.count < kGroup) std::fill_n(values, kGroup, 0.0f);
   if (group.stride == 1) {
-    for_each_vector<F>(group.count, [&](int64_t j, int64_t count) {
+    for_each_vector(group.count, [&](int64_t j, int64_t count) {
       store(values + j, load_first(group.values + j, count));
     });
   } else {
@@ -40,10 +37,9 @@ POWERSGD_TILE_FUNCTION inline void load_group(const Group<F>& group, F* values) 
   }
 }
 
-template <class F>
-POWERSGD_TILE_FUNCTION inline void store_group(const Group<F>& group, const F* values) {
+POWERSGD_TILE_FUNCTION inline void store_group(const Group& group, const float* values) {
   if (group.stride == 1) {
-    for_each_vector<F>(group.count, [&](int64_t j, int64_t count) {
+    for_each_vector(group.count, [&](int64_t j, int64_t count) {
       store_first(group.values + j, count, load(values + j));
     });
   } else {
@@ -53,12 +49,12 @@ POWERSGD_TILE_FUNCTION inline void store_group(const Group<F>& group, const F* v
 
 // Calls change(q, j) for each vector of q_local, from element j of the group on. Its result takes
 // the place of `q` where it is finite.
-template <class F, class Change>
-inline void change_q_local(const Group<F>& group, const Change& change) {
-  const Vector<F> zero = {};
-  for_each_vector<F>(group.count, [&](int64_t j, int64_t count) {
-    const Vector<F> q = load_first(group.q_local + j, count);
-    const Vector<F> changed = change(q, j);
+template <class Change>
+inline void change_q_local(const Group& group, const Change& change) {
+  const Floats zero = {};
+  for_each_vector(group.count, [&](int64_t j, int64_t count) {
+    const Floats q = load_first(group.q_local + j, count);
+    const Floats changed = change(q, j);
     store_first(group.q_local + j, count, changed - changed == zero ? changed : q);
   });
 }
@@ -87,25 +83,6 @@ inline void read_group(WireDType dtype, const GroupPlace& place, const uint8_t* 
   decode(dtype, packet + place.codes, scale, values);
 }
 
-inline void widen_group(const float* values, double* widened) {
-  for (int64_t j = 0; j < kGroup; j += kLanes<double>) store(widened + j, load_double(values + j));
-}
-
-inline void write_group(WireDType dtype, const GroupPlace& place, const double* exact,
-                        uint8_t* packet, double* sent) {
-  GroupBuffer<float> narrow, narrow_sent;
-  std::transform(exact, exact + kGroup, narrow.values, [](double x) { return float_of(x); });
-  write_group(dtype, place, narrow.values, packet, narrow_sent.values);
-  widen_group(narrow_sent.values, sent);
-}
-
-inline void read_group(WireDType dtype, const GroupPlace& place, const uint8_t* packet,
-                       double* values) {
-  GroupBuffer<float> narrow;
-  read_group(dtype, place, packet, narrow.values);
-  widen_group(narrow.values, values);
-}
-
 // Packets, or the same chunk of packets, one for each rank.
 struct Sources {
   const uint8_t* first;
@@ -113,14 +90,13 @@ struct Sources {
   int32_t count;
 };
 
-template <class F>
 POWERSGD_TILE_FUNCTION inline void sum_group(WireDType dtype, const GroupPlace& place,
-                                             const Sources& sources, F* sum) {
+                                             const Sources& sources, float* sum) {
   read_group(dtype, place, sources.first, sum);
   for (int32_t rank = 1; rank < sources.count; ++rank) {
-    GroupBuffer<F> next;
+    GroupBuffer next;
     read_group(dtype, place, sources.first + rank * sources.bytes, next.values);
-    for (int64_t j = 0; j < kGroup; j += kLanes<F>) {
+    for (int64_t j = 0; j < kGroup; j += kLanes<float>) {
       store(sum + j, load(sum + j) + load(next.values + j));
     }
   }
@@ -133,8 +109,8 @@ POWERSGD_TILE_FUNCTION inline void sum_raw(const Sources& sources, int64_t place
   const auto source = [&](int32_t rank) {
     return reinterpret_cast<const Raw*>(sources.first + rank * sources.bytes + place);
   };
-  for_each_vector<ComputeOf<Raw>>(count, [&](int64_t j, int64_t n) {
-    Computed<Raw> total = load_first(source(0) + j, n);
+  for_each_vector(count, [&](int64_t j, int64_t n) {
+    Floats total = load_first(source(0) + j, n);
     for (int32_t rank = 1; rank < sources.count; ++rank) {
       total = total + load_first(source(rank) + j, n);
     }

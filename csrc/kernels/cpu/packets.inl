@@ -4,7 +4,6 @@
 // buffer in the L1 cache, computes there, and stores the results. It copies or adds raw elements
 // without a buffer.
 #include <algorithm>
-#include <type_traits>
 
 #include "kernels/cpu/packet_groups.h"
 #include "kernels/cpu/simd/convert.h"
@@ -30,23 +29,20 @@ inline Range part_of_chunk(int64_t size, int64_t per_chunk, int64_t chunk) {
   return {std::min(size, chunk * per_chunk), std::min(size, (chunk + 1) * per_chunk)};
 }
 
-// The three functions, with factors of F.
-template <class F>
+// The three functions.
 struct PacketWork {
   const Packets& packets;
   const PacketLayout& layout = packets.layout;
 
-  F* payload() const { return static_cast<F*>(packets.payload); }
-  F* raw() const { return payload() + packets.raw_offset; }
-  F* flags() const { return raw() + layout.raw.count; }
+  float* payload() const { return static_cast<float*>(packets.payload); }
+  float* raw() const { return payload() + packets.raw_offset; }
+  float* flags() const { return raw() + layout.raw.count; }
 
   // Calls function(Raw{}) with the type that stores raw elements in packets.
   template <class Function>
   void with_raw(const Function& function) const {
-    if constexpr (std::is_same_v<F, float>) {
-      if (packets.raw_dtype == DType::kBFloat16) return function(BFloat16{});
-    }
-    function(F{});
+    if (packets.raw_dtype == DType::kBFloat16) return function(BFloat16{});
+    function(float{});
   }
 
   // Calls body(group, place) for each group of the factors in the range.
@@ -60,9 +56,9 @@ struct PacketWork {
       }
       const PacketFactor& factor = packets.factors[index];
       const GroupElements elements = elements_of(factor, i - factor.group_begin);
-      F* q_local = static_cast<F*>(elements.q_local);
-      body(Group<F>{elements.count, payload() + elements.payload_offset, elements.stride,
-                    q_local == nullptr ? nullptr : q_local + elements.q_offset},
+      float* q_local = static_cast<float*>(elements.q_local);
+      body(Group{elements.count, payload() + elements.payload_offset, elements.stride,
+                 q_local == nullptr ? nullptr : q_local + elements.q_offset},
            place_of(layout, i));
     }
   }
@@ -95,22 +91,22 @@ struct PacketWork {
     });
   }
 
-  POWERSGD_TILE_FUNCTION void send(const Group<F>& group, const GroupPlace& place) const {
-    GroupBuffer<F> exact, sent;
+  POWERSGD_TILE_FUNCTION void send(const Group& group, const GroupPlace& place) const {
+    GroupBuffer exact, sent;
     load_group(group, exact.values);
     write_group(layout.factors.dtype, place, exact.values, packets.sent, sent.values);
     if (group.q_local == nullptr) return;
-    change_q_local(group, [&](Vector<F>, int64_t j) { return load(sent.values + j); });
+    change_q_local(group, [&](Floats, int64_t j) { return load(sent.values + j); });
   }
 
   void quantize(const ParallelFor& parallel_for) const {
     for_each(
         {0, layout.factors.groups}, {0, layout.raw.count}, parallel_for,
-        [&](const auto& group, const GroupPlace& place) { send(group, place); },
-        [&](const F* elements, int64_t count, int64_t place) {
+        [&](const Group& group, const GroupPlace& place) { send(group, place); },
+        [&](const float* elements, int64_t count, int64_t place) {
           with_raw([&](auto raw) {
             auto* sent = reinterpret_cast<decltype(raw)*>(packets.sent + place);
-            for_each_vector<F>(count, [&](int64_t j, int64_t n) {
+            for_each_vector(count, [&](int64_t j, int64_t n) {
               store_first(sent + j, n, load_first(elements + j, n));
             });
           });
@@ -121,13 +117,13 @@ struct PacketWork {
   }
 
   // Writes the sum of a group to the owner's chunk, and adds the rounding to q_local.
-  POWERSGD_TILE_FUNCTION void reduce(const Group<F>& group, const GroupPlace& place,
+  POWERSGD_TILE_FUNCTION void reduce(const Group& group, const GroupPlace& place,
                                      const Sources& sources) const {
-    GroupBuffer<F> exact, sent;
+    GroupBuffer exact, sent;
     sum_group(layout.factors.dtype, place, sources, exact.values);
     write_group(layout.factors.dtype, place, exact.values, packets.reduced, sent.values);
     if (group.q_local == nullptr) return;
-    change_q_local(group, [&](Vector<F> q, int64_t j) {
+    change_q_local(group, [&](Floats q, int64_t j) {
       return q + (load(sent.values + j) - load(exact.values + j));
     });
   }
@@ -138,10 +134,10 @@ struct PacketWork {
     for_each(
         part_of_chunk(layout.factors.groups, layout.factors.groups_per_chunk, own),
         part_of_chunk(layout.raw.count, layout.raw.per_chunk, own), parallel_for,
-        [&](const auto& group, const GroupPlace& place) {
+        [&](const Group& group, const GroupPlace& place) {
           reduce(group, {place.codes - chunk, place.scale - chunk}, sources);
         },
-        [&](const F*, int64_t count, int64_t place) {
+        [&](const float*, int64_t count, int64_t place) {
           with_raw([&](auto raw) {
             using Raw = decltype(raw);
             auto* reduced = reinterpret_cast<Raw*>(packets.reduced + place - chunk);
@@ -163,9 +159,9 @@ struct PacketWork {
     return count;
   }
 
-  POWERSGD_TILE_FUNCTION void receive(const Group<F>& group, const GroupPlace& place,
+  POWERSGD_TILE_FUNCTION void receive(const Group& group, const GroupPlace& place,
                                       const Sources& sources) const {
-    GroupBuffer<F> sum;
+    GroupBuffer sum;
     sum_group(layout.factors.dtype, place, sources, sum.values);
     store_group(group, sum.values);
   }
@@ -176,36 +172,26 @@ struct PacketWork {
                                 : Sources{packets.sent, 0, 1};
     for_each(
         {0, layout.factors.groups}, {0, layout.raw.count}, parallel_for,
-        [&](const auto& group, const GroupPlace& place) { receive(group, place, sources); },
-        [&](F* elements, int64_t count, int64_t place) {
+        [&](const Group& group, const GroupPlace& place) { receive(group, place, sources); },
+        [&](float* elements, int64_t count, int64_t place) {
           with_raw([&](auto raw) { sum_raw<decltype(raw)>(sources, place, count, elements); });
         });
     for (int64_t i = 0; i < layout.flags.count; ++i) {
-      flags()[i] = static_cast<F>(flags_set(sources, place_of(layout, layout.flags, i)));
+      flags()[i] = static_cast<float>(flags_set(sources, place_of(layout, layout.flags, i)));
     }
   }
 };
 
-// Calls function(work) with the work of the packets' factor dtype.
-template <class Function>
-inline void with_work(const Packets& packets, const Function& function) {
-  if (packets.factor_dtype == DType::kFloat64) {
-    function(PacketWork<double>{packets});
-  } else {
-    function(PacketWork<float>{packets});
-  }
-}
-
 inline void quantize(const Packets& packets, const ParallelFor& parallel_for) {
-  with_work(packets, [&](const auto& work) { work.quantize(parallel_for); });
+  PacketWork{packets}.quantize(parallel_for);
 }
 
 inline void requantize(const Packets& packets, const ParallelFor& parallel_for) {
-  with_work(packets, [&](const auto& work) { work.requantize(parallel_for); });
+  PacketWork{packets}.requantize(parallel_for);
 }
 
 inline void dequantize(const Packets& packets, const ParallelFor& parallel_for) {
-  with_work(packets, [&](const auto& work) { work.dequantize(parallel_for); });
+  PacketWork{packets}.dequantize(parallel_for);
 }
 
 }  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

@@ -17,87 +17,86 @@
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // The tile that a kernel works on, and its P.
-template <class F>
 struct ProjectTile {
   const Bucket& bucket;
   const Matrix& matrix;
   const Tile& tile;
-  F residual_scale;
+  float residual_scale;
 
   Region region() const { return {tile.row_begin, tile.row_end, 0, matrix.cols}; }
-  const F* p_hat() const { return static_cast<const F*>(matrix.p_hat); }
-  F* p() const { return elements<F>(bucket.p_payload, matrix.p_offset); }
+  const float* p_hat() const { return static_cast<const float*>(matrix.p_hat); }
+  float* p() const { return elements<float>(bucket.p_payload, matrix.p_offset); }
 
   // Clears P, to which blocks then add.
   void clear_p() const {
-    std::fill(p() + tile.row_begin * matrix.rank, p() + tile.row_end * matrix.rank, F{0});
+    std::fill(p() + tile.row_begin * matrix.rank, p() + tile.row_end * matrix.rank, 0.0f);
   }
 
-  void finish(int32_t flags) const { flags_of(bucket, tile) = flags; }
+  void finish(const FiniteCheck& check) const {
+    non_finite_flag(bucket, tile) = check.passed() ? 0 : 1;
+  }
 };
 
 // Handles one row of a block with up to kRank rows of the factors. Everything else is in registers,
 // so arithmetic hides behind memory.
-template <class G, class R, int kRank, class F>
-inline void project_row(const ProjectTile<F>& arguments, const BandBlock& block, int64_t row,
-                        const F* local, const F* warm, ElementFlags<F>& flags) {
+template <class G, class R, int kRank>
+inline void project_row(const ProjectTile& arguments, const BandBlock& block, int64_t row,
+                        const float* local, const float* warm, FiniteCheck& check) {
   const Matrix& matrix = arguments.matrix;
   const MatrixElements<G, R, true> source(arguments.bucket, matrix, arguments.residual_scale);
   const int64_t offset = row * matrix.cols + block.col;
   const int64_t ahead = block.ahead(row, matrix.cols);
-  Vector<F> p_hat[kRank];  // times -residual_scale
-  Vector<F> sum[kRank] = {};
+  Floats p_hat[kRank];  // times -residual_scale
+  Floats sum[kRank] = {};
   POWERSGD_UNROLL
   for (int k = 0; k < kRank; ++k) {
-    const F value = k < matrix.rank ? arguments.p_hat()[row * matrix.rank + k] : F{0};
+    const float value = k < matrix.rank ? arguments.p_hat()[row * matrix.rank + k] : 0.0f;
     p_hat[k] = broadcast(-(source.residual_scale * value));
   }
   // At rank 1 memory is the bottleneck, and two vectors per turn are about 6 % slower.
   constexpr int kTurn = kRank == 1 ? 1 : 2;
-  for_each_vector<F, kTurn>(block.cols, [&](int64_t j, int64_t count) {
+  for_each_vector<kTurn>(block.cols, [&](int64_t j, int64_t count) {
     source.prefetch_inputs(ahead + j);
-    Vector<F> m = source.load_sum(offset + j, count, flags);
+    Floats m = source.load_sum(offset + j, count, check);
     POWERSGD_UNROLL
     for (int k = 0; k < kRank; ++k)
       m = multiply_add(p_hat[k], load(local + k * kBlockStride + j), m);
-    m = source.store_m(offset + j, count, m, flags);
+    m = source.store_m(offset + j, count, m);
     POWERSGD_UNROLL
     for (int k = 0; k < kRank; ++k) {
       sum[k] = multiply_add(m, load(warm + k * kBlockStride + j), sum[k]);
     }
   });
-  F sums[kRank];
+  float sums[kRank];
   sums_of_lanes<kRank>(sum, sums);
-  F* p = arguments.p() + row * matrix.rank;
+  float* p = arguments.p() + row * matrix.rank;
   const int64_t rank = std::min<int64_t>(matrix.rank, kRank);
   for (int64_t k = 0; k < rank; ++k) p[k] += sums[k];
 }
 
 template <class G, class R, int kRank>
-POWERSGD_TILE_FUNCTION inline void project_low_rank(const ProjectTile<ComputeOf<G>>& arguments) {
-  using F = ComputeOf<G>;
+POWERSGD_TILE_FUNCTION inline void project_low_rank(const ProjectTile& arguments) {
   const Matrix& matrix = arguments.matrix;
-  PackedFactor<F, kRank> local(matrix.q_local, matrix.cols);
-  PackedFactor<F, kRank> warm(matrix.q_warm, matrix.cols);
-  ElementFlags<F> flags;
+  PackedFactor<kRank> local(matrix.q_local, matrix.cols);
+  PackedFactor<kRank> warm(matrix.q_warm, matrix.cols);
+  FiniteCheck check;
   arguments.clear_p();
   for_each_block(matrix, arguments.region(), [&](const BandBlock& block) {
     local.pack(0, matrix.rank, block.col, block.cols);
     warm.pack(0, matrix.rank, block.col, block.cols);
     for (int64_t row = block.row_begin; row < block.row_end; ++row) {
-      project_row<G, R, kRank>(arguments, block, row, local.data(), warm.data(), flags);
+      project_row<G, R, kRank>(arguments, block, row, local.data(), warm.data(), check);
     }
   });
-  arguments.finish(flags.template flags<R>());
+  arguments.finish(check);
 }
 
 // P += m q_warm^T, of kRows rows of a block.
-template <class F>
-inline void multiply_warm(const ProjectTile<F>& arguments, const BandBlock& block, int64_t row,
-                          const F* m, PackedFactor<F>& warm) {
+inline void multiply_warm(const ProjectTile& arguments, const BandBlock& block, int64_t row,
+                          const float* m, PackedFactor<>& warm) {
   const int64_t rank = arguments.matrix.rank;
   const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
-  F* p = arguments.p() + row * rank;
+  float* p = arguments.p() + row * rank;
   for (int64_t k = 0; k < rank; k += kPackedRank) {
     const int64_t count = std::min(kPackedRank, rank - k);
     warm.pack(k, count, block.col, block.cols);
@@ -106,31 +105,29 @@ inline void multiply_warm(const ProjectTile<F>& arguments, const BandBlock& bloc
 }
 
 template <class G, class R, bool kFeedback>
-POWERSGD_TILE_FUNCTION inline void project_any_rank(const ProjectTile<ComputeOf<G>>& arguments) {
-  using F = ComputeOf<G>;
+POWERSGD_TILE_FUNCTION inline void project_any_rank(const ProjectTile& arguments) {
   const Matrix& matrix = arguments.matrix;
-  PackedFactor<F> local(matrix.q_local, matrix.cols);
-  PackedFactor<F> warm(matrix.q_warm, matrix.cols);
+  PackedFactor<> local(matrix.q_local, matrix.cols);
+  PackedFactor<> warm(matrix.q_warm, matrix.cols);
   const FormRows<G, R, kFeedback> rows{arguments.bucket, matrix, arguments.p_hat(), local,
                                        arguments.residual_scale};
-  ElementFlags<F> flags;
+  FiniteCheck check;
   arguments.clear_p();
   for_each_block(matrix, arguments.region(), [&](const BandBlock& block) {
     for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
-      alignas(64) F m[kRows * kBlockStride];
-      rows.form(block, row, m, flags);
+      alignas(64) float m[kRows * kBlockStride];
+      rows.form(block, row, m, check);
       multiply_warm(arguments, block, row, m, warm);
     }
   });
-  arguments.finish(flags.template flags<R>());
+  arguments.finish(check);
 }
 
 template <class G, class R>
 inline void project_tile(const Bucket& bucket, const Tile& tile) {
   const Matrix& matrix = bucket.matrices[tile.item];
-  using F = ComputeOf<G>;
-  const ProjectTile<F> arguments{bucket, matrix, tile,
-                                 static_cast<F>(residual_scale(bucket, matrix))};
+  const ProjectTile arguments{bucket, matrix, tile,
+                              static_cast<float>(residual_scale(bucket, matrix))};
   if (matrix.memory == nullptr) {
     project_any_rank<G, G, false>(arguments);
   } else if (matrix.rank > 8 || matrix.rank == 0) {

@@ -9,10 +9,9 @@
 namespace powersgd::kernels::cpu {
 namespace {
 
-template <class F>
 void fill_row(const Bucket& bucket, const Tile& tile) {
   const Matrix& matrix = bucket.matrices[tile.item];
-  F* row = static_cast<F*>(matrix.q_warm) + tile.row_begin * matrix.cols;
+  float* row = static_cast<float*>(matrix.q_warm) + tile.row_begin * matrix.cols;
   for (int64_t j = 0; j < matrix.cols; ++j) {
     row[j] = random_element(bucket.seed, matrix.random_id, begun_step(bucket), RandomUse::kStart,
                             static_cast<uint32_t>(tile.row_begin), static_cast<uint64_t>(j));
@@ -22,13 +21,8 @@ void fill_row(const Bucket& bucket, const Tile& tile) {
 }  // namespace
 
 void random_start(const Bucket& bucket, const ParallelFor& parallel_for) {
-  for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
-    if (bucket.factor_dtype == DType::kFloat64) {
-      fill_row<double>(bucket, tile);
-    } else {
-      fill_row<float>(bucket, tile);
-    }
-  });
+  for_each_tile(bucket, kFactorRowTiles, parallel_for,
+                [&](const Tile& tile) { fill_row(bucket, tile); });
 }
 
 }  // namespace powersgd::kernels::cpu

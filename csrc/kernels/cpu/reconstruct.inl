@@ -25,8 +25,7 @@ namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 constexpr int64_t kNormLanes = 16;
 
 // Adds the squares of kNormLanes elements.
-template <class F>
-inline void add_squares(const F* values, Doubles* sums) {
+inline void add_squares(const float* values, Doubles* sums) {
   constexpr int64_t kLane = kLanes<double>;
   POWERSGD_UNROLL
   for (int64_t i = 0; i < kNormLanes / kLane; ++i) {
@@ -36,14 +35,13 @@ inline void add_squares(const F* values, Doubles* sums) {
 }
 
 // Returns the squared norm of a row of Q.
-template <class F>
-POWERSGD_TILE_FUNCTION inline double squared_norm(const F* row, int64_t cols) {
+POWERSGD_TILE_FUNCTION inline double squared_norm(const float* row, int64_t cols) {
   constexpr int64_t kLane = kLanes<double>;
   Doubles sums[kNormLanes / kLane] = {};
   int64_t j = 0;
   for (; j + kNormLanes <= cols; j += kNormLanes) add_squares(row + j, sums);
   if (j < cols) {
-    F last[kNormLanes] = {};
+    float last[kNormLanes] = {};
     std::copy_n(row + j, cols - j, last);
     add_squares(last, sums);
   }
@@ -54,20 +52,19 @@ POWERSGD_TILE_FUNCTION inline double squared_norm(const F* row, int64_t cols) {
   return norm;
 }
 
-template <class F>
-POWERSGD_TILE_FUNCTION inline void scale_row_of_q(const F* row, int64_t cols, double scale,
-                                                  F* q_warm) {
+POWERSGD_TILE_FUNCTION inline void scale_row_of_q(const float* row, int64_t cols, double scale,
+                                                  float* q_warm) {
   constexpr int64_t kLane = kLanes<double>;
   int64_t j = 0;
   for (; j + kLane <= cols; j += kLane) store_double(q_warm + j, load_double(row + j) * scale);
-  for (; j < cols; ++j) q_warm[j] = static_cast<F>(row[j] * scale);
+  for (; j < cols; ++j) q_warm[j] = static_cast<float>(row[j] * scale);
 }
 
-template <class F>
 inline bool norms_are_finite(const Bucket& bucket, const ParallelFor& parallel_for) {
   for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
     const Matrix& matrix = bucket.matrices[tile.item];
-    const F* row = elements<F>(bucket.q_payload, matrix.q_offset) + tile.row_begin * matrix.cols;
+    const float* row =
+        elements<float>(bucket.q_payload, matrix.q_offset) + tile.row_begin * matrix.cols;
     *slot_pointer<double>(bucket, tile.slot) = squared_norm(row, matrix.cols);
   });
   const Tile* tile = bucket.tiles + bucket.tile_list_begin[kFactorRowTiles];
@@ -78,8 +75,7 @@ inline bool norms_are_finite(const Bucket& bucket, const ParallelFor& parallel_f
 }
 
 // The row of q_warm whose row of Q is zero.
-template <class F>
-inline void redraw_row(const Bucket& bucket, const Matrix& matrix, int64_t row, F* q_warm) {
+inline void redraw_row(const Bucket& bucket, const Matrix& matrix, int64_t row, float* q_warm) {
   const float scale = unit_row_scale(matrix.cols);
   for (int64_t j = 0; j < matrix.cols; ++j) {
     q_warm[j] = redrawn(bucket, matrix, row, j, scale, q_warm[j]);
@@ -87,17 +83,16 @@ inline void redraw_row(const Bucket& bucket, const Matrix& matrix, int64_t row, 
 }
 
 // Writes q_warm and q_norms.
-template <class F>
 inline void update_warm_start(const Bucket& bucket, const ParallelFor& parallel_for) {
   for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
     const Matrix& matrix = bucket.matrices[tile.item];
     const int64_t offset = tile.row_begin * matrix.cols;
-    if (out_of_use<F>(bucket, matrix)) return;
+    if (out_of_use(bucket, matrix)) return;
     const double norm = std::sqrt(*slot_pointer<double>(bucket, tile.slot));
     if (matrix.q_norms != nullptr) matrix.q_norms[tile.row_begin] = norm;
-    F* q_warm = static_cast<F*>(matrix.q_warm) + offset;
+    float* q_warm = static_cast<float*>(matrix.q_warm) + offset;
     if (norm == 0) return redraw_row(bucket, matrix, tile.row_begin, q_warm);
-    const F* row = elements<F>(bucket.q_payload, matrix.q_offset) + offset;
+    const float* row = elements<float>(bucket.q_payload, matrix.q_offset) + offset;
     scale_row_of_q(row, matrix.cols, 1 / norm, q_warm);
   });
 }
@@ -105,8 +100,6 @@ inline void update_warm_start(const Bucket& bucket, const ParallelFor& parallel_
 // The sink of multiply that writes to G.
 template <class G, bool kNontemporal>
 struct WriteRows {
-  using F = ComputeOf<G>;
-
   G* gradient;
   int64_t row_stride;
   int64_t rows;
@@ -114,8 +107,8 @@ struct WriteRows {
   bool aligned;  // to cache lines
 
   template <int kWidth>
-  void put(int64_t i, int64_t j, const Vector<F> (&product)[kWidth]) const {
-    constexpr int64_t kLane = kLanes<F>;
+  void put(int64_t i, int64_t j, const Floats (&product)[kWidth]) const {
+    constexpr int64_t kLane = kLanes<float>;
     if (i >= rows || j >= cols) return;
     G* target = gradient + i * row_stride + j;
     if (j + kWidth * kLane > cols) {
@@ -135,16 +128,14 @@ constexpr int64_t kReconstructElements = int64_t{1} << 18;
 
 template <class G, bool kNontemporal>
 struct ReconstructTile {
-  using F = ComputeOf<G>;
-
   const Bucket& bucket;
   const Matrix& matrix;
   const Tile& tile;
   int64_t unaligned_cols;  // columns in front of the first that is aligned to a cache line
-  F scale = out_of_use<F>(bucket, matrix) ? F{0} : static_cast<F>(bucket.output_scale);
+  float scale = out_of_use(bucket, matrix) ? 0.0f : static_cast<float>(bucket.output_scale);
 
   POWERSGD_TILE_FUNCTION void run() const {
-    PackedFactor<F> q(elements<F>(bucket.q_payload, matrix.q_offset), matrix.cols);
+    PackedFactor<> q(elements<float>(bucket.q_payload, matrix.q_offset), matrix.cols);
     const Region region{
         tile.row_begin, tile.row_end,         0,
         matrix.cols,    kReconstructElements, unaligned_cols > 0 ? unaligned_cols : kBlockCols};
@@ -156,23 +147,23 @@ struct ReconstructTile {
     if (kNontemporal) nontemporal_fence();
   }
 
-  void write_rows(const BandBlock& block, int64_t row, PackedFactor<F>& q) const {
+  void write_rows(const BandBlock& block, int64_t row, PackedFactor<>& q) const {
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
     const int64_t cols = round_up(block.cols, kPad);
-    const F* p_hat = static_cast<const F*>(matrix.p_hat) + row * matrix.rank;
+    const float* p_hat = static_cast<const float*>(matrix.p_hat) + row * matrix.rank;
     const int64_t offset = matrix.gradient_offset + row * matrix.cols + block.col;
     const WriteRows<G, kNontemporal> write{elements<G>(bucket.gradient, offset), matrix.cols, rows,
                                            block.cols, block.index > 0 || unaligned_cols == 0};
-    alignas(64) F sums[kRows * kBlockStride];
-    alignas(64) F left[kRows * kPackedRank];
+    alignas(64) float sums[kRows * kBlockStride];
+    alignas(64) float left[kRows * kPackedRank];
     for (int64_t k = 0; k == 0 || k < matrix.rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, matrix.rank - k);
-      const F* initial = k > 0 ? sums : nullptr;
+      const float* initial = k > 0 ? sums : nullptr;
       q.pack(k, count, block.col, block.cols);
       pack_rows(p_hat + k, matrix.rank, rows, count, scale, left);
       if (k + count < matrix.rank) {
         multiply<Rounding::kReproducible>(left, q.data(), kBlockStride, count, cols, initial,
-                                          StoreBlock<F>{sums});
+                                          StoreBlock<float>{sums});
       } else {
         multiply<Rounding::kReproducible>(left, q.data(), kBlockStride, count, cols, initial,
                                           write);
@@ -183,12 +174,11 @@ struct ReconstructTile {
 
 template <class G>
 POWERSGD_TILE_FUNCTION inline void write_raw_tile(const Bucket& bucket, const Tile& tile) {
-  using F = ComputeOf<G>;
   const RawSegment& raw = bucket.raw_segments[tile.item];
-  const F* payload = elements<F>(bucket.p_payload, raw.p_offset) + tile.col_begin;
+  const float* payload = elements<float>(bucket.p_payload, raw.p_offset) + tile.col_begin;
   G* gradient = elements<G>(bucket.gradient, raw.gradient_offset) + tile.col_begin;
-  const F scale = static_cast<F>(bucket.output_scale);
-  for_each_vector<F>(tile.col_end - tile.col_begin, [&](int64_t j, int64_t count) {
+  const float scale = static_cast<float>(bucket.output_scale);
+  for_each_vector(tile.col_end - tile.col_begin, [&](int64_t j, int64_t count) {
     store_first(gradient + j, count, load_first(payload + j, count) * scale);
   });
 }
@@ -196,14 +186,13 @@ POWERSGD_TILE_FUNCTION inline void write_raw_tile(const Bucket& bucket, const Ti
 // Takes back from the residual, if there is one, what project added to it. Then G = NaN.
 template <class G, class R>
 POWERSGD_TILE_FUNCTION inline void skip_elements(G* gradient, R* residual, int64_t count) {
-  using F = ComputeOf<G>;
-  for_each_vector<F>(count, [&](int64_t j, int64_t size) {
+  for_each_vector(count, [&](int64_t j, int64_t size) {
     if (residual != nullptr) {
-      const Vector<F> finite = finite_or_zero(load_first(gradient + j, size));
-      const Vector<F> kept = load_first(residual + j, size) - finite;
+      const Floats finite = finite_or_zero(load_first(gradient + j, size));
+      const Floats kept = load_first(residual + j, size) - finite;
       store_first(residual + j, size, clamped_to<R>(kept));
     }
-    store_first(gradient + j, size, broadcast(std::numeric_limits<F>::quiet_NaN()));
+    store_first(gradient + j, size, broadcast(std::numeric_limits<float>::quiet_NaN()));
   });
 }
 
@@ -226,12 +215,11 @@ inline void skip_step(const Bucket& bucket, const ParallelFor& parallel_for) {
 
 // Zeroes the local factors of the matrices that are out of use, or of all matrices. Nothing of
 // these was sent, and the residual stays whole.
-template <class F>
 inline void clear_sent(const Bucket& bucket, bool all) {
   for (int32_t i = 0; i < bucket.num_matrices; ++i) {
     const Matrix& matrix = bucket.matrices[i];
-    if (!all && !out_of_use<F>(bucket, matrix)) continue;
-    std::fill_n(static_cast<F*>(matrix.q_local), matrix.rank * matrix.cols, F{0});
+    if (!all && !out_of_use(bucket, matrix)) continue;
+    std::fill_n(static_cast<float*>(matrix.q_local), matrix.rank * matrix.cols, 0.0f);
     if (matrix.q_norms != nullptr) std::fill_n(matrix.q_norms, matrix.rank, 0.0);
   }
 }
@@ -271,21 +259,21 @@ inline void apply_step(const Bucket& bucket, const ParallelFor& parallel_for) {
       bucket, parallel_for,
       [&](const Tile& tile) { reconstruct_tile<G>(bucket, tile, nontemporal); },
       [&](const Tile& tile) { write_raw_tile<G>(bucket, tile); });
-  update_warm_start<ComputeOf<G>>(bucket, parallel_for);
+  update_warm_start(bucket, parallel_for);
 }
 
 template <class G, class R>
 inline void reconstruct_or_skip(const Bucket& bucket, const ParallelFor& parallel_for) {
   int32_t& skipped = bucket.state->skipped;
-  if (skipped == 0 && !norms_are_finite<ComputeOf<G>>(bucket, parallel_for)) {
+  if (skipped == 0 && !norms_are_finite(bucket, parallel_for)) {
     skipped = 1;
   }
-  clear_sent<ComputeOf<G>>(bucket, skipped != 0);
+  clear_sent(bucket, skipped != 0);
   if (skipped == 0) {
     apply_step<G>(bucket, parallel_for);
   } else {
     skip_step<G, R>(bucket, parallel_for);
-    count_step(bucket, &StepCounts::skipped);
+    count_skipped_step(bucket);
   }
 }
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <type_traits>
-
 #include "kernels/cpu/simd/storage.h"
 #include "powersgd/options.h"
 
@@ -14,8 +12,6 @@ void with_storage(DType dtype, const Function& function) {
   switch (dtype) {
     case DType::kFloat32:
       return function(float{});
-    case DType::kFloat64:
-      return function(double{});
     case DType::kBFloat16:
       return function(BFloat16{});
     case DType::kFloat16:
@@ -23,19 +19,18 @@ void with_storage(DType dtype, const Function& function) {
   }
 }
 
-// Calls function(G{}, R{}) with the storage types of gradient and residual: float64 goes with
-// itself.
+// The same for a residual, which is never in float16.
+template <class Function>
+void with_residual_storage(DType dtype, const Function& function) {
+  if (dtype == DType::kBFloat16) return function(BFloat16{});
+  function(float{});
+}
+
+// Calls function(G{}, R{}) with the storage types of gradient and residual.
 template <class Function>
 void with_storage_pair(DType gradient, DType residual, const Function& function) {
-  with_storage(gradient, [&](auto g) {
-    if constexpr (std::is_same_v<decltype(g), double>) {
-      function(g, g);
-    } else {
-      with_storage(residual, [&](auto r) {
-        if constexpr (!std::is_same_v<decltype(r), double>) function(g, r);
-      });
-    }
-  });
+  with_storage(gradient,
+               [&](auto g) { with_residual_storage(residual, [&](auto r) { function(g, r); }); });
 }
 
 }  // namespace powersgd::kernels::cpu

@@ -50,11 +50,11 @@ struct Batch {
   }
 
   // sums[k] += p_hat[row][k] M[row], for p as [kStagedRows][R] from this batch's first row on.
-  template <typename F>
-  __device__ __forceinline__ void multiply(const StoredM<S>& m, const F* p, F (&sums)[R][4]) const {
+  __device__ __forceinline__ void multiply(const StoredM<S>& m, const float* p,
+                                           float (&sums)[R][4]) const {
     POWERSGD_UNROLL
     for (int i = 0; i < kBatch<R>; ++i) {
-      F values[4];
+      float values[4];
       widen_columns(stored[i], m.dtype, values);
       keep_finite(values, m.is_gradient);
       POWERSGD_UNROLL
@@ -80,10 +80,9 @@ __device__ __forceinline__ LaneColumns lane_columns(const Matrix& matrix, const 
 template <int R, typename S>
 __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& tile,
                                            const StoredM<S>& m, Batch<R, S>& batch, bool loaded,
-                                           Factor<S> (&sums)[R][4]) {
-  using F = Factor<S>;
-  F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][R]
-  const F* const p_hat = static_cast<const F*>(matrix.p_hat);
+                                           float (&sums)[R][4]) {
+  float* const staged = reinterpret_cast<float*>(shared_memory());  // [kStagedRows][R]
+  const float* const p_hat = static_cast<const float*>(matrix.p_hat);
   const int warp = threadIdx.x / kWarpSize;
   const LaneColumns columns = lane_columns(matrix, tile, m);
   POWERSGD_UNROLL
@@ -98,7 +97,7 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
     hide_from_optimizer(thread);
     for (int i = thread; i < kStagedRows * R; i += kThreads) {
       const int64_t k = i % R;
-      staged[i] = i / R < rows && k < matrix.rank ? p_hat[(begin + i / R) * matrix.rank + k] : F{0};
+      staged[i] = i / R < rows && k < matrix.rank ? p_hat[(begin + i / R) * matrix.rank + k] : 0.0f;
     }
     __syncthreads();
     if (columns.count <= 0) continue;
@@ -115,7 +114,6 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
 template <int R, typename S>
 __device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Matrix& matrix,
                                                   const Tile& tile) {
-  using F = Factor<S>;
   const StoredM<S> m(bucket, matrix);
   const LaneColumns columns = lane_columns(matrix, tile, m);
   Batch<R, S> batch;
@@ -125,14 +123,14 @@ __device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Ma
   if (loaded)
     batch.load(m.base + tile.row_begin * matrix.cols + lane_column(tile), matrix.cols, row, rows,
                columns);
-  if (sends_zeros<F>(bucket, matrix)) {
-    send_zeros<F>(bucket, matrix, tile);
+  if (sends_zeros(bucket, matrix)) {
+    send_zeros(bucket, matrix, tile);
     return;
   }
-  F sums[R][4];
+  float sums[R][4];
   accumulate<R>(matrix, tile, m, batch, loaded, sums);
-  write_strip<R>(bucket, matrix, tile, sums, reinterpret_cast<F*>(shared_memory()));
-  add_row_ranges<F>(bucket, matrix, tile);
+  write_strip<R>(bucket, matrix, tile, sums, reinterpret_cast<float*>(shared_memory()));
+  add_row_ranges(bucket, matrix, tile);
 }
 
 template <int R>

@@ -165,13 +165,13 @@ __device__ __forceinline__ void back_project_bfloat16_tile(const Bucket& bucket,
                                                            const Matrix& matrix, const Tile& tile) {
   BackProjectInBfloat16<R, S> products(bucket, matrix, tile);
   products.load_first();
-  if (sends_zeros<float>(bucket, matrix)) {
-    send_zeros<float>(bucket, matrix, tile);
+  if (sends_zeros(bucket, matrix)) {
+    send_zeros(bucket, matrix, tile);
     return;
   }
   products.run();
-  products.finish(strip_writer<float>(bucket, matrix, tile));
-  add_row_ranges<float>(bucket, matrix, tile);
+  products.finish(strip_writer(bucket, matrix, tile));
+  add_row_ranges(bucket, matrix, tile);
 }
 
 }  // namespace powersgd::kernels::cuda

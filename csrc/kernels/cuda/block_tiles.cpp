@@ -22,15 +22,14 @@ constexpr int64_t kWidestProjectTile = 2048;
 
 class Builder {
  public:
-  Builder(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-          DType factor_dtype)
-      : matrices_(matrices), raw_(raw), factor_bytes_(factor_dtype == DType::kFloat64 ? 8 : 4) {
+  Builder(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw)
+      : matrices_(matrices), raw_(raw) {
     for (const Matrix& matrix : matrices) {
       largest_rank_ = std::max(largest_rank_, matrix.rank);
       total_elements_ += matrix.rows * matrix.cols;
     }
-    multiplies_ = multiplies(largest_rank_, factor_dtype);
-    next_counter_ = raw_flags_counter(static_cast<int64_t>(matrices.size())) + 1;
+    multiplies_ = multiplies(largest_rank_);
+    next_counter_ = raw_flag_counter(static_cast<int64_t>(matrices.size())) + 1;
   }
 
   TileTable build() {
@@ -91,7 +90,7 @@ class Builder {
   // ranges lie one after the other.
   void add_project(int32_t item) {
     const Matrix& matrix = matrices_[static_cast<size_t>(item)];
-    const int64_t rows = kWarps * project_rows_per_warp(largest_rank_, factor_bytes_ == 8);
+    const int64_t rows = kWarps * project_rows_per_warp(largest_rank_);
     // Partial results cost as many bytes more as ranges are narrower.
     const int64_t narrowest = std::clamp<int64_t>(32 * matrix.rank, 2 * kStrip, 4 * kStrip);
     const int64_t widest =
@@ -102,7 +101,8 @@ class Builder {
     for (int64_t row = 0; row < matrix.rows; row += rows) {
       const Range group{row, std::min(row + rows, matrix.rows)};
       const int64_t parts = multiplies_ ? std::max<int64_t>(1, ceil_div(matrix.cols, width)) : 1;
-      const int64_t partial = slots((group.end - group.begin) * matrix.rank * factor_bytes_);
+      const int64_t partial =
+          slots((group.end - group.begin) * matrix.rank * int64_t{sizeof(float)});
       const int64_t slot = parts > 1 ? take(parts * partial) : 0;
       const int64_t counter = parts > 1 ? next_counter_++ : 0;
       for (int64_t begin = 0, part = 0; part == 0 || begin < matrix.cols; begin += width, ++part) {
@@ -140,7 +140,7 @@ class Builder {
         round_up(std::max(std::min(wanted, longest), ceil_div(matrix.rows, 128)), 32);
     // A matrix without rows has one range, whose tiles write zeros to its q.
     const int64_t parts = std::max<int64_t>(1, ceil_div(matrix.rows, rows));
-    const int64_t partial = slots(matrix.rank * kStrip * factor_bytes_);
+    const int64_t partial = slots(matrix.rank * kStrip * int64_t{sizeof(float)});
     const int64_t strips = ceil_div(matrix.cols, kStrip);
     const int64_t slot = parts > 1 ? take(strips * parts * partial) : 0;
     const int64_t counter = parts > 1 ? std::exchange(next_counter_, next_counter_ + strips) : 0;
@@ -212,7 +212,6 @@ class Builder {
 
   const std::vector<Matrix>& matrices_;
   const std::vector<RawSegment>& raw_;
-  const int64_t factor_bytes_;
   int64_t largest_rank_ = 0;
   bool multiplies_;
   int64_t total_elements_ = 0;
@@ -224,9 +223,8 @@ class Builder {
 
 }  // namespace
 
-TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-                     DType factor_dtype) {
-  return Builder(matrices, raw, factor_dtype).build();
+TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw) {
+  return Builder(matrices, raw).build();
 }
 
 }  // namespace powersgd::kernels::cuda

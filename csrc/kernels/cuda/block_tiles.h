@@ -31,8 +31,8 @@ enum TileList : int {
 };
 static_assert(kReconstructTiles < kTileLists, "the interface has room for all lists");
 
-// Bucket::counters. After these come, for each matrix, the flags of its tiles in project, the count
-// of its tiles in orthogonalize and the last pass that these have needed, then the flags of all raw
+// Bucket::counters. After these come, for each matrix, the flag of its tiles in project, the count
+// of its tiles in orthogonalize and the last pass that these have needed, then the flag of all raw
 // segments, and then the counters that tiles name.
 enum Counter : int {
   kProjectArrivals = 0,
@@ -43,20 +43,20 @@ enum Counter : int {
   kQChecked,
   kFirstOfMatrices,
 };
-POWERSGD_HOST_DEVICE inline int64_t flags_counter(int64_t matrix) {
+POWERSGD_HOST_DEVICE inline int64_t flag_counter(int64_t matrix) {
   return kFirstOfMatrices + 3 * matrix;
 }
 POWERSGD_HOST_DEVICE inline int64_t passes_counter(int64_t matrix) {
-  return flags_counter(matrix) + 1;
+  return flag_counter(matrix) + 1;
 }
-POWERSGD_HOST_DEVICE inline int64_t raw_flags_counter(int64_t num_matrices) {
-  return flags_counter(num_matrices);
+POWERSGD_HOST_DEVICE inline int64_t raw_flag_counter(int64_t num_matrices) {
+  return flag_counter(num_matrices);
 }
 
 // The rows of M that a warp of project forms at a time. More would not fit into registers, fewer
 // would read the factors more often.
-POWERSGD_HOST_DEVICE constexpr int project_rows_per_warp(int64_t largest_rank, bool is_double) {
-  return largest_rank <= 4 && !is_double ? 8 : 4;
+POWERSGD_HOST_DEVICE constexpr int project_rows_per_warp(int64_t largest_rank) {
+  return largest_rank <= 4 ? 8 : 4;
 }
 
 // reconstruct holds up to this many ranks of Q in registers. At higher ranks, Q is in shared

@@ -14,10 +14,9 @@ struct PivotLimits {
   double threshold, own_threshold, weak;
 };
 
-template <typename F>
 __device__ __forceinline__ PivotLimits pivot_limits(const Bucket& bucket, int pass, double trace) {
-  if (pass == 0) return {dead_share(bucket.epsilon) * trace, 0, kWeakPivot<F>};
-  return {0, kDeadPivot, kWeakPivot<F>};
+  if (pass == 0) return {dead_share(bucket.epsilon) * trace, 0, kWeakPivot};
+  return {0, kDeadPivot, kWeakPivot};
 }
 
 // The Cholesky factor L of a Gram matrix, whose lower triangle lies row by row in `gram`. One warp
@@ -26,7 +25,7 @@ __device__ __forceinline__ PivotLimits pivot_limits(const Bucket& bucket, int pa
 // takes no further part. `weak` becomes 1 if a live pivot is weak, else 0. It and all arrays lie in
 // shared memory. `column` has room for two columns, without the elements that are done, so that
 // they are loaded in pairs.
-template <int R, typename F>
+template <int R>
 __device__ __forceinline__ void factorize(const Bucket& bucket, const double* gram, int rank,
                                           int pass, double* column, double* factor,
                                           double* reciprocal, int32_t* weak) {
@@ -37,7 +36,7 @@ __device__ __forceinline__ void factorize(const Bucket& bucket, const double* gr
   POWERSGD_UNROLL
   for (int k = 0; k < R; ++k) a[k] = k <= lane && lane < rank ? row[k] : 0;
   const double square = lane < rank ? row[lane] : 0;
-  const PivotLimits limits = pivot_limits<F>(bucket, pass, warp_sum(square));
+  const PivotLimits limits = pivot_limits(bucket, pass, warp_sum(square));
   bool found = false;
   POWERSGD_NO_UNROLL
   for (int j = 0; j < rank; ++j) {

@@ -26,15 +26,13 @@ Status with_rank(const Bucket& bucket, const OnRank& on_rank) {
 template <typename Launch, typename G, typename M>
 Status dispatch_rank(const Bucket& bucket, Stream stream) {
   return with_rank<1, 2, 4, 8, 16, kMaxRank, kNoProducts>(
-      bucket, [&](auto rank) { return Launch::template run<rank, float, G, M>(bucket, stream); });
+      bucket, [&](auto rank) { return Launch::template run<rank, G, M>(bucket, stream); });
 }
 
-// Runs Launch::run<R, F, G, M> of a stage that reads the gradient and memory. It serves ranks up to
-// R. F, G and M say how the factors, the gradient and memory are stored.
+// Runs Launch::run<R, G, M> of a stage that reads the gradient and memory. It serves ranks up to R.
+// G and M say how the gradient and memory are stored.
 template <typename Launch>
 Status dispatch(const Bucket& bucket, Stream stream) {
-  if (bucket.factor_dtype == DType::kFloat64)
-    return Launch::template run<kNoProducts, double, double, double>(bucket, stream);
   const bool wide_gradient = bucket.gradient_dtype == DType::kFloat32;
   const bool wide_memory = bucket.residual_dtype == DType::kFloat32;
   if (wide_gradient)

@@ -12,22 +12,11 @@
 
 // Elements as memory holds them, and as the kernels compute with them.
 //
-// Storage is float, double, or uint16_t for both 16-bit types. A DType, the same for a whole
+// Storage is float, or uint16_t for both 16-bit types. A DType, the same for a whole
 // launch, says at run time which of the two it is. That halves the number of kernels. Loops branch
 // on it once for several elements, in with_dtype().
 
 namespace powersgd::kernels::cuda {
-
-template <typename Storage>
-struct FactorOf {
-  using type = float;
-};
-template <>
-struct FactorOf<double> {
-  using type = double;
-};
-template <typename Storage>
-using Factor = typename FactorOf<Storage>::type;
 
 __device__ __forceinline__ uint32_t float_bits(float value) { return __float_as_uint(value); }
 __device__ __forceinline__ float half_to_float(uint16_t bits) {
@@ -44,13 +33,12 @@ __device__ __forceinline__ uint16_t float_to_bfloat16(float value) {
 }
 
 __device__ __forceinline__ float widen(float value, DType) { return value; }
-__device__ __forceinline__ double widen(double value, DType) { return value; }
 __device__ __forceinline__ float widen(uint16_t value, DType dtype) {
   return dtype == DType::kBFloat16 ? bfloat16_to_float(value) : half_to_float(value);
 }
 
 template <typename Storage>
-__device__ __forceinline__ Storage narrow(Factor<Storage> value, DType dtype) {
+__device__ __forceinline__ Storage narrow(float value, DType dtype) {
   if constexpr (sizeof(Storage) == 2)
     return dtype == DType::kBFloat16 ? float_to_bfloat16(value) : float_to_half(value);
   else
@@ -61,9 +49,7 @@ __device__ __forceinline__ Storage narrow(Factor<Storage> value, DType dtype) {
 template <typename Storage, typename Body>
 __device__ __forceinline__ void with_dtype(DType dtype, const Body& body) {
   if (sizeof(Storage) > 2 || dtype == DType::kBFloat16)
-    body(sizeof(Storage) == 2   ? DType::kBFloat16
-         : sizeof(Storage) == 4 ? DType::kFloat32
-                                : DType::kFloat64);
+    body(sizeof(Storage) > 2 ? DType::kFloat32 : DType::kBFloat16);
   else
     body(DType::kFloat16);
 }
@@ -71,49 +57,35 @@ __device__ __forceinline__ void with_dtype(DType dtype, const Body& body) {
 __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) <= FLT_MAX; }
 __device__ __forceinline__ bool is_finite(double value) { return fabs(value) <= DBL_MAX; }
 
-template <typename F>
-__device__ __forceinline__ void replace_non_finite(F (&value)[4]) {
+__device__ __forceinline__ void replace_non_finite(float (&value)[4]) {
   POWERSGD_UNROLL
-  for (int j = 0; j < 4; ++j) value[j] = is_finite(value[j]) ? value[j] : F{0};
+  for (int j = 0; j < 4; ++j) value[j] = is_finite(value[j]) ? value[j] : 0.0f;
 }
 
-// The largest finite value of a storage type. memory is kept within it, because an infinity would
-// stay there.
+// The dtype of a memory with this storage.
 template <typename Storage>
-__device__ __forceinline__ Factor<Storage> largest(DType dtype) {
-  if constexpr (sizeof(Storage) == 8) return DBL_MAX;
-  if constexpr (sizeof(Storage) == 4) return FLT_MAX;
-  return dtype == DType::kBFloat16 ? 3.38953139e38f : 65504.0f;
-}
+constexpr DType kMemoryDType = sizeof(Storage) == 2 ? DType::kBFloat16 : DType::kFloat32;
+
+constexpr float kLargestBfloat16 = 3.38953139e38f;
+
+// The largest finite value of memory. It is kept within it, because an infinity would stay there.
+template <typename Storage>
+constexpr float kLargestInMemory = sizeof(Storage) == 2 ? kLargestBfloat16 : FLT_MAX;
+
 __device__ __forceinline__ float clamp_to(float value, float limit) {
   return fminf(fmaxf(value, -limit), limit);
 }
-__device__ __forceinline__ double clamp_to(double value, double limit) {
-  return fmin(fmax(value, -limit), limit);
-}
 
 // Single elements of any type, on the rare paths.
-__device__ inline double load_any(const void* base, int64_t index, DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return static_cast<const double*>(base)[index];
-    case DType::kFloat32:
-      return static_cast<const float*>(base)[index];
-    default:
-      return widen(static_cast<const uint16_t*>(base)[index], dtype);
-  }
+__device__ inline float load_any(const void* base, int64_t index, DType dtype) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(base)[index];
+  return widen(static_cast<const uint16_t*>(base)[index], dtype);
 }
-__device__ inline void store_any(void* base, int64_t index, double value, DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      static_cast<double*>(base)[index] = value;
-      break;
-    case DType::kFloat32:
-      static_cast<float*>(base)[index] = static_cast<float>(value);
-      break;
-    default:
-      static_cast<uint16_t*>(base)[index] = narrow<uint16_t>(static_cast<float>(value), dtype);
-  }
+__device__ inline void store_any(void* base, int64_t index, float value, DType dtype) {
+  if (dtype == DType::kFloat32)
+    static_cast<float*>(base)[index] = value;
+  else
+    static_cast<uint16_t*>(base)[index] = narrow<uint16_t>(value, dtype);
 }
 
 // Promises the compiler that a pointer points to global memory. It cannot know that of a pointer
@@ -150,12 +122,6 @@ __device__ __forceinline__ void load_stored(const float* address, float (&out)[4
   out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
 }
 template <Access kAccess>
-__device__ __forceinline__ void load_stored(const double* address, double (&out)[4]) {
-  const double2 a = load_vector<kAccess, double2>(address);
-  const double2 b = load_vector<kAccess, double2>(address + 2);
-  out[0] = a.x, out[1] = a.y, out[2] = b.x, out[3] = b.y;
-}
-template <Access kAccess>
 __device__ __forceinline__ void load_stored(const uint16_t* address, uint16_t (&out)[4]) {
   const ushort4 v = load_vector<kAccess, ushort4>(address);
   out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
@@ -165,23 +131,18 @@ __device__ __forceinline__ void store_stored(float* address, const float (&in)[4
   store_vector<kAccess>(address, make_float4(in[0], in[1], in[2], in[3]));
 }
 template <Access kAccess>
-__device__ __forceinline__ void store_stored(double* address, const double (&in)[4]) {
-  store_vector<kAccess>(address, make_double2(in[0], in[1]));
-  store_vector<kAccess>(address + 2, make_double2(in[2], in[3]));
-}
-template <Access kAccess>
 __device__ __forceinline__ void store_stored(uint16_t* address, const uint16_t (&in)[4]) {
   store_vector<kAccess>(address, make_ushort4(in[0], in[1], in[2], in[3]));
 }
 
 template <typename Storage>
 __device__ __forceinline__ void widen_columns(const Storage (&in)[4], DType dtype,
-                                              Factor<Storage> (&out)[4]) {
+                                              float (&out)[4]) {
   POWERSGD_UNROLL
   for (int j = 0; j < 4; ++j) out[j] = widen(in[j], dtype);
 }
 template <typename Storage>
-__device__ __forceinline__ void narrow_columns(const Factor<Storage> (&in)[4], DType dtype,
+__device__ __forceinline__ void narrow_columns(const float (&in)[4], DType dtype,
                                                Storage (&out)[4]) {
   POWERSGD_UNROLL
   for (int j = 0; j < 4; ++j) out[j] = narrow<Storage>(in[j], dtype);
@@ -211,7 +172,7 @@ __device__ __forceinline__ void load_stored(const Storage* address, const LaneCo
 }
 template <Access kAccess, typename Storage>
 __device__ __forceinline__ void load_columns(const Storage* address, const LaneColumns& columns,
-                                             DType dtype, Factor<Storage> (&out)[4]) {
+                                             DType dtype, float (&out)[4]) {
   Storage stored[4];
   load_stored<kAccess>(address, columns, stored);
   widen_columns(stored, dtype, out);
@@ -231,7 +192,7 @@ __device__ __forceinline__ void store_stored(Storage* address, const LaneColumns
 }
 template <Access kAccess, typename Storage>
 __device__ __forceinline__ void store_columns(Storage* address, const LaneColumns& columns,
-                                              DType dtype, const Factor<Storage> (&in)[4]) {
+                                              DType dtype, const float (&in)[4]) {
   Storage stored[4];
   with_dtype<Storage>(dtype, [&](DType known) { narrow_columns(in, known, stored); });
   store_stored<kAccess>(address, columns, stored);
@@ -240,7 +201,7 @@ __device__ __forceinline__ void store_columns(Storage* address, const LaneColumn
 // True if the rows of a matrix at this address can be accessed four elements at a time.
 template <typename Storage>
 __device__ __forceinline__ bool is_aligned(const Storage* base, int64_t cols) {
-  constexpr uint32_t kBytes = sizeof(Storage) == 8 ? 16 : 4 * sizeof(Storage);
+  constexpr uint32_t kBytes = 4 * sizeof(Storage);
   const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(base));
   return (static_cast<uint32_t>(cols) % 4 | address % kBytes) == 0;
 }

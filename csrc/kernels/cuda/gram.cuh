@@ -39,13 +39,13 @@ __device__ __forceinline__ void multiply_add(double (&c)[2], double a, double b)
 
 // Adds the products of N panels, over every step-th kRowsPerStep rows from `begin` on. In each
 // panel the lane takes one column, or none (-1), at whose place there is a 0.
-template <int N, typename F>
-__device__ __forceinline__ void multiply_panels(const TallFactor<F>& x, int64_t begin, int64_t end,
+template <int N>
+__device__ __forceinline__ void multiply_panels(const TallFactor& x, int64_t begin, int64_t end,
                                                 int64_t step, const int64_t (&column)[N],
                                                 double (&sum)[kProducts<N>][2]) {
   POWERSGD_NO_UNROLL
   for (int64_t first = begin; first < end; first += kGramBatch * step) {
-    F a[kGramBatch][N];
+    float a[kGramBatch][N];
     POWERSGD_UNROLL
     for (int k = 0; k < kGramBatch; ++k) {
       const int64_t row = first + k * step + lane_id() % kRowsPerStep;
@@ -77,9 +77,9 @@ constexpr int kGramElements = kProducts<(R + kPanel - 1) / kPanel> * kProductEle
 template <int R>
 constexpr size_t kGramSharedBytes = sizeof(double) * kWarps * kGramElements<R>;
 
-template <int R, typename F, typename Out>
-__device__ __forceinline__ void gram(const TallFactor<F>& x, int64_t begin, int64_t end,
-                                     int64_t rank, double* shared, const Out& out) {
+template <int R, typename Out>
+__device__ __forceinline__ void gram(const TallFactor& x, int64_t begin, int64_t end, int64_t rank,
+                                     double* shared, const Out& out) {
   constexpr int kPanels = (R + kPanel - 1) / kPanel;
   int64_t column[kPanels];
   POWERSGD_UNROLL

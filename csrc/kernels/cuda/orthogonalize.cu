@@ -36,11 +36,11 @@ struct Tickets {
   __host__ __device__ int32_t all() const { return tiles > 0 ? (1 + kMaxPasses) * tiles : 1; }
 };
 
-template <int R, typename F>
+template <int R>
 __device__ __forceinline__ void check_matrix(const Bucket& bucket, const Tile& tile) {
   const Matrix matrix = bucket.matrices[tile.item];
   // Notes in Bucket::counters that this launch has found an element of P that is not finite.
-  if (gram_of_tile<R>(bucket, matrix, tile, p_of<F>(bucket, matrix), 0))
+  if (gram_of_tile<R>(bucket, matrix, tile, p_of(bucket, matrix), 0))
     raise_to(&bucket.counters[kNonFiniteP], shared()->ticket.launch + 1);
 }
 
@@ -56,17 +56,17 @@ constexpr int kBlocksPerProcessor = R > 16  ? kBlocksAtHighestRank
                                     : R > 8 ? 2
                                             : 4;
 
-template <int R, typename F>
+template <int R>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
     orthogonalize_kernel(const __grid_constant__ Bucket bucket, Tickets tickets) {
   const Ticket ticket =
       take_ticket(&bucket.counters[kOrthogonalizeTickets], tickets.all(), &shared()->ticket);
   if (ticket.order < tickets.tiles) {
-    check_matrix<R, F>(bucket, bucket.tiles[tickets.first_tile + ticket.order]);
+    check_matrix<R>(bucket, bucket.tiles[tickets.first_tile + ticket.order]);
     post(&bucket.counters[kGramsWritten]);
     return;
   }
-  const bool told_to_skip = !(p_payload<F>(bucket)[bucket.p_numel - 1] == 0);
+  const bool told_to_skip = !(p_payload(bucket)[bucket.p_numel - 1] == 0);
   if (tickets.tiles == 0) {
     if (threadIdx.x == 0) bucket.state->skipped = told_to_skip ? 1 : 0;
     return;
@@ -75,9 +75,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
   const int pass = index / tickets.tiles;
   const Tile tile = bucket.tiles[tickets.first_tile + index % tickets.tiles];
   const Matrix matrix = bucket.matrices[tile.item];
-  const bool unused = out_of_use<F>(bucket, matrix);
-  StagedRows<R, F> rows(solve_arrays<R, F>().rows, matrix.rank, tile);
-  if (pass == 0) rows.load(p_of<F>(bucket, matrix));
+  const bool unused = out_of_use(bucket, matrix);
+  StagedRows<R> rows(solve_arrays<R>().rows, matrix.rank, tile);
+  if (pass == 0) rows.load(p_of(bucket, matrix));
   await(&bucket.counters[kGramsWritten],
         (ticket.launch + 1) * static_cast<uint64_t>(tickets.tiles));
   // Not before: the successor's blocks would wait on every processor for as long as this kernel
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
     await(passes, number * static_cast<uint64_t>(tile.parts));
     if (load_acquire(&bucket.counters[tile.counter + 1]) < number) return;
   }
-  const bool again = orthogonalize_tile<R, F>(bucket, matrix, tile, rows, pass, skip || unused);
+  const bool again = orthogonalize_tile<R>(bucket, matrix, tile, rows, pass, skip || unused);
   if (index == 0 && threadIdx.x == 0) bucket.state->skipped = skip ? 1 : 0;
   // Each block of a matrix finds the same, and one says so.
   if (again && tile.part == 0 && threadIdx.x == 0)
@@ -100,21 +100,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
   post(passes, again ? 1 : static_cast<uint64_t>(kMaxPasses - pass));
 }
 
-template <int R, typename F>
+template <int R>
 Status launch_orthogonalize(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
   const Tickets tickets{
       begin[kOrthogonalizeTiles],
       static_cast<int32_t>(begin[kOrthogonalizeTiles + 1] - begin[kOrthogonalizeTiles])};
-  return launch<orthogonalize_kernel<R, F>>(tickets.all(), kSharedBytes<R, F>, stream,
-                                            Predecessor::kAnything, bucket, tickets);
+  return launch<orthogonalize_kernel<R>>(tickets.all(), kSharedBytes<R>, stream,
+                                         Predecessor::kAnything, bucket, tickets);
 }
 
 }  // namespace
 
 Status orthogonalize(const Bucket& bucket, Stream stream) {
   return with_rank<1, 2, 4, 8, 16, kMaxRank>(
-      bucket, [&](auto rank) { return launch_orthogonalize<rank, float>(bucket, stream); });
+      bucket, [&](auto rank) { return launch_orthogonalize<rank>(bucket, stream); });
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -18,22 +18,22 @@ struct alignas(16) Shared {
 };
 
 // What phase 2 has in shared memory.
-template <int R, typename F>
+template <int R>
 struct alignas(16) SolveArrays {
   double factor[R * R], scratch[kThreads];
   double reciprocal[R], gram[R * (R + 1) / 2];
-  F rows[kWarps * kStagedElements<R, F>];
+  float rows[kWarps * kStagedElements<R>];
 };
 
-template <int R, typename F>
+template <int R>
 constexpr size_t kSharedBytes =
-    sizeof(Shared) + std::max(kGramSharedBytes<R>, sizeof(SolveArrays<R, F>));
-static_assert(kSharedBytes<kMaxRank, float> <= 48 * 1024, "more has to be asked for");
+    sizeof(Shared) + std::max(kGramSharedBytes<R>, sizeof(SolveArrays<R>));
+static_assert(kSharedBytes<kMaxRank> <= 48 * 1024, "more has to be asked for");
 
 __device__ __forceinline__ Shared* shared() { return reinterpret_cast<Shared*>(shared_memory()); }
-template <int R, typename F>
-__device__ __forceinline__ SolveArrays<R, F>& solve_arrays() {
-  return *reinterpret_cast<SolveArrays<R, F>*>(shared() + 1);
+template <int R>
+__device__ __forceinline__ SolveArrays<R>& solve_arrays() {
+  return *reinterpret_cast<SolveArrays<R>*>(shared() + 1);
 }
 
 // The partial Gram matrix of a tile, a lower triangle. Even and odd passes have arrays of their
@@ -45,9 +45,9 @@ __device__ __forceinline__ double* partial_gram(const Bucket& bucket, const Matr
 }
 
 // Phase 1 and 3. Returns true if an element is not finite: it has a square that is not.
-template <int R, typename F>
+template <int R>
 __device__ bool gram_of_tile(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
-                             const TallFactor<F>& x, int pass) {
+                             const TallFactor& x, int pass) {
   double* const partial = partial_gram(bucket, matrix, tile, tile.part, pass);
   bool bad = false;
   gram<R>(x, tile.row_begin, tile.row_end, matrix.rank, reinterpret_cast<double*>(shared() + 1),
@@ -128,9 +128,9 @@ __device__ __forceinline__ void solve_row(const double* factor, const double* re
   }
 }
 
-template <int R, typename F>
-__device__ __forceinline__ void solve_own_row(int rank, const StagedRows<R, F>& rows) {
-  const SolveArrays<R, F>& arrays = solve_arrays<R, F>();
+template <int R>
+__device__ __forceinline__ void solve_own_row(int rank, const StagedRows<R>& rows) {
+  const SolveArrays<R>& arrays = solve_arrays<R>();
   double x[R] = {};
   POWERSGD_UNROLL
   for (int j = 0; j < R; ++j) {
@@ -139,16 +139,16 @@ __device__ __forceinline__ void solve_own_row(int rank, const StagedRows<R, F>& 
   solve_row<R>(arrays.factor, arrays.reciprocal, rank, x);
   POWERSGD_UNROLL
   for (int j = 0; j < R; ++j) {
-    if (j < rank) rows.own(j) = static_cast<F>(x[j]);
+    if (j < rank) rows.own(j) = static_cast<float>(x[j]);
   }
 }
 
 // `rows` has the warp's first rows of the tile; in the first pass they are in shared memory.
-template <int R, typename F>
+template <int R>
 __device__ __forceinline__ void solve_rows(const Bucket& bucket, const Matrix& matrix,
-                                           StagedRows<R, F>& rows, int pass) {
-  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
-  const TallFactor<F> x = pass == 0 ? p_of<F>(bucket, matrix) : p_hat;
+                                           StagedRows<R>& rows, int pass) {
+  const TallFactor p_hat = p_hat_of(matrix);
+  const TallFactor x = pass == 0 ? p_of(bucket, matrix) : p_hat;
   if (pass > 0) rows.load(x);
   while (rows.left()) {
     __syncwarp();
@@ -161,22 +161,22 @@ __device__ __forceinline__ void solve_rows(const Bucket& bucket, const Matrix& m
 }
 
 // Phases 2 to 4 for one tile. Returns true if another pass is needed. See solve_rows on `rows`.
-template <int R, typename F>
+template <int R>
 __device__ __forceinline__ bool orthogonalize_tile(const Bucket& bucket, const Matrix& matrix,
-                                                   const Tile& tile, StagedRows<R, F>& rows,
-                                                   int pass, bool skip) {
-  SolveArrays<R, F>& arrays = solve_arrays<R, F>();
+                                                   const Tile& tile, StagedRows<R>& rows, int pass,
+                                                   bool skip) {
+  SolveArrays<R>& arrays = solve_arrays<R>();
   sum_gram<R>(bucket, matrix, tile, pass, arrays.scratch, arrays.gram);
   __syncthreads();
   if (skip) return false;  // not earlier, because this has only just been loaded
   if (warp_id() == 0)
-    factorize<R, F>(bucket, arrays.gram, static_cast<int>(matrix.rank), pass, arrays.scratch,
-                    arrays.factor, arrays.reciprocal, &shared()->weak);
+    factorize<R>(bucket, arrays.gram, static_cast<int>(matrix.rank), pass, arrays.scratch,
+                 arrays.factor, arrays.reciprocal, &shared()->weak);
   __syncthreads();
   solve_rows(bucket, matrix, rows, pass);
   if (shared()->weak == 0 || pass + 1 == kMaxPasses) return false;
   __syncthreads();
-  gram_of_tile<R>(bucket, matrix, tile, p_hat_of<F>(matrix), pass + 1);
+  gram_of_tile<R>(bucket, matrix, tile, p_hat_of(matrix), pass + 1);
   return true;
 }
 

@@ -35,32 +35,13 @@ struct WordCodes {
 };
 
 template <>
-struct Codes<WireDType::kFloat32> : WordCodes<float> {
-  using Code = float;
-  static __device__ __forceinline__ Code encode(float value, float) { return value; }
-  static __device__ __forceinline__ float decode(Code code, float) { return code; }
-};
-
-template <>
 struct Codes<WireDType::kBFloat16> : WordCodes<uint16_t> {
   using Code = uint16_t;
   static __device__ __forceinline__ Code encode(float value, float) {
-    const float limit = largest<uint16_t>(DType::kBFloat16);
-    return float_to_bfloat16(is_finite(value) ? clamp_to(value, limit) : value);
+    return float_to_bfloat16(is_finite(value) ? clamp_to(value, kLargestBfloat16) : value);
   }
   static __device__ __forceinline__ float decode(Code code, float) {
     return bfloat16_to_float(code);
-  }
-};
-
-template <>
-struct Codes<WireDType::kFloat16> : WordCodes<uint16_t> {
-  using Code = uint16_t;
-  static __device__ __forceinline__ Code encode(float value, float inverse) {
-    return float_to_half(clamp_to(value, kLargestScaledHalf) * inverse);
-  }
-  static __device__ __forceinline__ float decode(Code code, float scale) {
-    return half_to_float(code) * scale;
   }
 };
 
@@ -105,12 +86,8 @@ struct Codes<WireDType::kInt4> {
 template <typename Visit>
 __device__ __forceinline__ void with_wire(WireDType dtype, const Visit& visit) {
   switch (dtype) {
-    case WireDType::kFloat32:
-      return visit(std::integral_constant<WireDType, WireDType::kFloat32>());
     case WireDType::kBFloat16:
       return visit(std::integral_constant<WireDType, WireDType::kBFloat16>());
-    case WireDType::kFloat16:
-      return visit(std::integral_constant<WireDType, WireDType::kFloat16>());
     case WireDType::kInt8:
       return visit(std::integral_constant<WireDType, WireDType::kInt8>());
     case WireDType::kInt4:

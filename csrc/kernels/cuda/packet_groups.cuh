@@ -14,12 +14,11 @@ constexpr int kBatch = 4;  // consecutive groups that a warp takes at a time
 
 // One group of a batch. A batch lies in shared memory, because its lanes share what finding it
 // takes: a search and several divisions.
-template <typename F>
 struct Group {
-  F* values;  // of the payload
+  float* values;  // of the payload
   int64_t stride;
-  F* q_local;  // null for P
-  int count;   // of elements, 0 if the group does not exist
+  float* q_local;  // null for P
+  int count;       // of elements, 0 if the group does not exist
   GroupPlace place;
 };
 
@@ -59,28 +58,26 @@ struct PacketPart {
   }
 };
 
-template <typename F>
-__device__ __forceinline__ Group<F> find_group(const Packets& packets, int64_t group,
-                                               const GroupPlace& place) {
+__device__ __forceinline__ Group find_group(const Packets& packets, int64_t group,
+                                            const GroupPlace& place) {
   const PacketFactor& factor = packets.factors[factor_of(packets, group)];
   const GroupElements elements = elements_of(factor, group - factor.group_begin);
-  F* const q_local = static_cast<F*>(elements.q_local);
-  return {static_cast<F*>(packets.payload) + elements.payload_offset, elements.stride,
+  float* const q_local = static_cast<float*>(elements.q_local);
+  return {static_cast<float*>(packets.payload) + elements.payload_offset, elements.stride,
           q_local == nullptr ? nullptr : q_local + elements.q_offset,
           static_cast<int>(elements.count), place};
 }
 
 // Finds the batch that begins with group `first`. All lanes of a warp call it. A group beyond the
 // last one of the range has the place of that one.
-template <typename F>
 __device__ __forceinline__ void find_batch(const Packets& packets, const PacketRange& range,
-                                           int64_t first, Group<F>* batch) {
+                                           int64_t first, Group* batch) {
   __syncwarp();
   const int lane = lane_id();
   if (lane < kBatch) {
     const bool exists = first + lane < range.end;
     const int64_t group = exists ? first + lane : range.end - 1;
-    Group<F> found = find_group<F>(packets, group, place_of(packets.layout, group - range.begin));
+    Group found = find_group(packets, group, place_of(packets.layout, group - range.begin));
     if (!exists) found.count = 0;
     batch[lane] = found;
   }
@@ -106,8 +103,7 @@ struct SentBatch {
   BatchOf<typename Codes<kWire>::Code> codes;
   float scales[kBatch];
 
-  template <typename F>
-  __device__ __forceinline__ void load(const uint8_t* packet, const Group<F>* batch) {
+  __device__ __forceinline__ void load(const uint8_t* packet, const Group* batch) {
     POWERSGD_UNROLL
     for (int g = 0; g < kBatch; ++g) {
       Codes<kWire>::load(packet + batch[g].place.codes, lane_id(), codes[g]);
@@ -119,10 +115,10 @@ struct SentBatch {
 constexpr int kSourcesAtOnce = 4;  // whose loads are in flight together
 
 // Adds what the sources have sent, in their order. A sum begins with -0, which changes no value.
-template <WireDType kWire, typename F>
-__device__ __forceinline__ void add_sources(const Sources& sources, const Group<F>* batch,
-                                            BatchOf<F>& sums) {
-  for_lane_elements([&](int g, int j) { sums[g][j] = F{-0.0f}; });
+template <WireDType kWire>
+__device__ __forceinline__ void add_sources(const Sources& sources, const Group* batch,
+                                            BatchOf<float>& sums) {
+  for_lane_elements([&](int g, int j) { sums[g][j] = -0.0f; });
   POWERSGD_NO_UNROLL
   for (int32_t first = 0; first < sources.count; first += kSourcesAtOnce) {
     SentBatch<kWire> sent[kSourcesAtOnce];
@@ -141,40 +137,36 @@ __device__ __forceinline__ void add_sources(const Sources& sources, const Group<
   }
 }
 
-// Raw elements in packets: of F, or bfloat16.
-template <typename F>
-__device__ __forceinline__ F read_raw(const uint8_t* address, DType dtype) {
+// Raw elements in packets: float or bfloat16.
+__device__ __forceinline__ float read_raw(const uint8_t* address, DType dtype) {
   if (dtype == DType::kBFloat16)
     return bfloat16_to_float(*reinterpret_cast<const uint16_t*>(global(address)));
-  return *reinterpret_cast<const F*>(global(address));
+  return *reinterpret_cast<const float*>(global(address));
 }
 
-template <typename F>
-__device__ __forceinline__ void write_raw(uint8_t* address, F value, DType dtype) {
+__device__ __forceinline__ void write_raw(uint8_t* address, float value, DType dtype) {
   if (dtype == DType::kBFloat16)
-    *reinterpret_cast<uint16_t*>(global(address)) = float_to_bfloat16(static_cast<float>(value));
+    *reinterpret_cast<uint16_t*>(global(address)) = float_to_bfloat16(value);
   else
-    *reinterpret_cast<F*>(global(address)) = value;
+    *reinterpret_cast<float*>(global(address)) = value;
 }
 
 // Returns the sum of the raw elements that the sources have sent at `place`.
-template <typename F>
-__device__ __forceinline__ F sum_raw(const Sources& sources, int64_t place, DType dtype) {
-  F sum{-0.0f};
+__device__ __forceinline__ float sum_raw(const Sources& sources, int64_t place, DType dtype) {
+  float sum = -0.0f;
   POWERSGD_UNROLL_4
   for (int32_t i = 0; i < sources.count; ++i)
-    sum += read_raw<F>(sources.first + i * sources.bytes + place, dtype);
+    sum += read_raw(sources.first + i * sources.bytes + place, dtype);
   return sum;
 }
 
 // Returns the largest magnitude of group l % kBatch to lane l, as the bits of a float. They are
 // ordered as magnitudes are, and those that are not finite come last. At first a lane hands half of
 // its groups to its partner, and keeps the other half.
-template <typename F>
-__device__ __forceinline__ uint32_t largest_of_group(const BatchOf<F>& values) {
+__device__ __forceinline__ uint32_t largest_of_group(const BatchOf<float>& values) {
   uint32_t largest[kBatch] = {};
   for_lane_elements([&](int g, int j) {
-    const uint32_t bits = float_bits(float_of(values[g][j])) & 0x7FFFFFFFu;
+    const uint32_t bits = float_bits(values[g][j]) & 0x7FFFFFFFu;
     largest[g] = bits > largest[g] ? bits : largest[g];
   });
   const auto raise = [](uint32_t value, uint32_t given, int distance) {
@@ -196,8 +188,8 @@ __device__ __forceinline__ uint32_t largest_of_group(const BatchOf<F>& values) {
 }
 
 // Returns the scale of each group to all lanes, and writes it to the packet. A lane divides once.
-template <WireDType kWire, typename F>
-__device__ __forceinline__ void make_scales(const BatchOf<F>& values, const Group<F>* batch,
+template <WireDType kWire>
+__device__ __forceinline__ void make_scales(const BatchOf<float>& values, const Group* batch,
                                             uint8_t* packet, float (&scales)[kBatch],
                                             float (&inverses)[kBatch]) {
   const float scale = scale_of(kWire, __uint_as_float(largest_of_group(values)));
@@ -213,9 +205,9 @@ __device__ __forceinline__ void make_scales(const BatchOf<F>& values, const Grou
 }
 
 // Writes a batch to a packet, and tells what was sent. Elements that do not exist are 0.
-template <WireDType kWire, typename F>
-__device__ __forceinline__ void send(const BatchOf<F>& values, const Group<F>* batch,
-                                     uint8_t* packet, BatchOf<F>& sent) {
+template <WireDType kWire>
+__device__ __forceinline__ void send(const BatchOf<float>& values, const Group* batch,
+                                     uint8_t* packet, BatchOf<float>& sent) {
   using Wire = Codes<kWire>;
   float scales[kBatch] = {}, inverses[kBatch] = {};
   if constexpr (has_scales(kWire)) make_scales<kWire>(values, batch, packet, scales, inverses);
@@ -224,7 +216,7 @@ __device__ __forceinline__ void send(const BatchOf<F>& values, const Group<F>* b
     typename Wire::Code codes[kElementsOfLane];
     POWERSGD_UNROLL
     for (int j = 0; j < kElementsOfLane; ++j) {
-      codes[j] = Wire::encode(float_of(values[g][j]), inverses[g]);
+      codes[j] = Wire::encode(values[g][j], inverses[g]);
       sent[g][j] = Wire::decode(codes[j], scales[g]);
     }
     if (batch[g].count > 0) Wire::store(packet + batch[g].place.codes, lane_id(), codes);

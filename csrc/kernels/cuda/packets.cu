@@ -18,14 +18,13 @@ namespace {
 
 constexpr int64_t kMaxBlocks = 1024;  // as many as run at once on a large device
 
-template <typename F>
-__device__ __forceinline__ void store_if_finite(F* address, F value) {
+__device__ __forceinline__ void store_if_finite(float* address, float value) {
   if (is_finite(value)) *address = value;
 }
 
 // Calls visit(g, j, pointer to the element in q_local) for the elements that have one.
-template <typename F, typename Visit>
-__device__ __forceinline__ void for_q_local(const Group<F>* batch, const Visit& visit) {
+template <typename Visit>
+__device__ __forceinline__ void for_q_local(const Group* batch, const Visit& visit) {
   for_lane_elements([&](int g, int j) {
     if (batch[g].q_local != nullptr && element_of_lane(j) < batch[g].count)
       visit(g, j, global(batch[g].q_local) + element_of_lane(j));
@@ -34,27 +33,25 @@ __device__ __forceinline__ void for_q_local(const Group<F>* batch, const Visit& 
 
 // payload -> sent.
 struct Quantize {
-  template <typename F>
-  static __device__ __forceinline__ void take(const Packets& packets, const Group<F>* batch) {
-    BatchOf<F> exact, sent;
+  static __device__ __forceinline__ void take(const Packets& packets, const Group* batch) {
+    BatchOf<float> exact, sent;
     for_lane_elements([&](int g, int j) {
       const int element = element_of_lane(j);
       exact[g][j] =
-          element < batch[g].count ? global(batch[g].values)[element * batch[g].stride] : F{0};
+          element < batch[g].count ? global(batch[g].values)[element * batch[g].stride] : 0.0f;
     });
     with_wire(packets.layout.factors.dtype,
               [&](auto wire) { send<decltype(wire)::value>(exact, batch, packets.sent, sent); });
-    for_q_local(batch, [&](int g, int j, F* q) { store_if_finite(q, sent[g][j]); });
+    for_q_local(batch, [&](int g, int j, float* q) { store_if_finite(q, sent[g][j]); });
   }
 
-  template <typename F>
   static __device__ __forceinline__ void take_raw(const Packets& packets, int64_t place,
-                                                  F* element) {
+                                                  float* element) {
     write_raw(packets.sent + place, *element, packets.raw_dtype);
   }
 
-  template <typename F>
-  static __device__ __forceinline__ void take_flag(const Packets& packets, int64_t place, F* flag) {
+  static __device__ __forceinline__ void take_flag(const Packets& packets, int64_t place,
+                                                   float* flag) {
     packets.sent[place] = *flag == 0 ? 0 : 1;
   }
 };
@@ -65,27 +62,24 @@ struct Requantize {
     return {packets.received, packets.layout.chunk_bytes, packets.ranks};
   }
 
-  template <typename F>
-  static __device__ __forceinline__ void take(const Packets& packets, const Group<F>* batch) {
-    BatchOf<F> old, exact, sent;
+  static __device__ __forceinline__ void take(const Packets& packets, const Group* batch) {
+    BatchOf<float> old, exact, sent;
     with_wire(packets.layout.factors.dtype, [&](auto wire) {
       add_sources<decltype(wire)::value>(sources(packets), batch, exact);
       send<decltype(wire)::value>(exact, batch, packets.reduced, sent);
     });
-    for_q_local(batch, [&](int g, int j, const F* q) { old[g][j] = *q; });
-    for_q_local(batch, [&](int g, int j, F* q) {
+    for_q_local(batch, [&](int g, int j, const float* q) { old[g][j] = *q; });
+    for_q_local(batch, [&](int g, int j, float* q) {
       store_if_finite(q, old[g][j] + (sent[g][j] - exact[g][j]));
     });
   }
 
-  template <typename F>
-  static __device__ __forceinline__ void take_raw(const Packets& packets, int64_t place, F*) {
-    write_raw(packets.reduced + place, sum_raw<F>(sources(packets), place, packets.raw_dtype),
+  static __device__ __forceinline__ void take_raw(const Packets& packets, int64_t place, float*) {
+    write_raw(packets.reduced + place, sum_raw(sources(packets), place, packets.raw_dtype),
               packets.raw_dtype);
   }
 
-  template <typename F>
-  static __device__ __forceinline__ void take_flag(const Packets& packets, int64_t place, F*) {
+  static __device__ __forceinline__ void take_flag(const Packets& packets, int64_t place, float*) {
     uint8_t any = 0;
     for (int32_t i = 0; i < packets.ranks; ++i)
       any |= packets.received[i * packets.layout.chunk_bytes + place];
@@ -100,9 +94,8 @@ struct Dequantize {
     return {packets.received, packets.layout.chunk_bytes, packets.ranks};
   }
 
-  template <typename F>
-  static __device__ __forceinline__ void take(const Packets& packets, const Group<F>* batch) {
-    BatchOf<F> sums;
+  static __device__ __forceinline__ void take(const Packets& packets, const Group* batch) {
+    BatchOf<float> sums;
     with_wire(packets.layout.factors.dtype, [&](auto wire) {
       add_sources<decltype(wire)::value>(sources(packets), batch, sums);
     });
@@ -112,28 +105,27 @@ struct Dequantize {
     });
   }
 
-  template <typename F>
   static __device__ __forceinline__ void take_raw(const Packets& packets, int64_t place,
-                                                  F* element) {
-    *element = sum_raw<F>(sources(packets), place, packets.raw_dtype);
+                                                  float* element) {
+    *element = sum_raw(sources(packets), place, packets.raw_dtype);
   }
 
-  template <typename F>
-  static __device__ __forceinline__ void take_flag(const Packets& packets, int64_t place, F* flag) {
+  static __device__ __forceinline__ void take_flag(const Packets& packets, int64_t place,
+                                                   float* flag) {
     const Sources all = sources(packets);
     int count = 0;
     for (int32_t i = 0; i < all.count; ++i) count += all.first[i * all.bytes + place];
-    *flag = static_cast<F>(count);
+    *flag = static_cast<float>(count);
   }
 };
 
-template <typename Operation, typename F>
+template <typename Operation>
 __global__ void __launch_bounds__(kThreads)
     packet_kernel(Packets packets, PacketPart part, int64_t warps) {
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  Group<F>* const batch = reinterpret_cast<Group<F>*>(shared_memory()) + warp * kBatch;
-  F* const raw = static_cast<F*>(packets.payload) + packets.raw_offset;
-  F* const flags = raw + packets.layout.raw.count;
+  Group* const batch = reinterpret_cast<Group*>(shared_memory()) + warp * kBatch;
+  float* const raw = static_cast<float*>(packets.payload) + packets.raw_offset;
+  float* const flags = raw + packets.layout.raw.count;
   const int64_t batches = part.batches(), units = part.units();
   for (int64_t unit = int64_t{blockIdx.x} * kWarps + warp; unit < units; unit += warps) {
     if (unit < batches) {
@@ -153,19 +145,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename Operation, typename F>
-Status launch_packets(const Packets& packets, const PacketPart& part, Stream stream) {
-  const int64_t blocks = std::min(ceil_div(part.units(), kWarps), kMaxBlocks);
-  return launch<packet_kernel<Operation, F>>(blocks, kWarps * kBatch * sizeof(Group<F>), stream,
-                                             Predecessor::kAnything, packets, part,
-                                             blocks * kWarps);
-}
-
 template <typename Operation>
 Status launch_packets(const Packets& packets, const PacketPart& part, Stream stream) {
-  return packets.factor_dtype == DType::kFloat64
-             ? launch_packets<Operation, double>(packets, part, stream)
-             : launch_packets<Operation, float>(packets, part, stream);
+  const int64_t blocks = std::min(ceil_div(part.units(), kWarps), kMaxBlocks);
+  return launch<packet_kernel<Operation>>(blocks, kWarps * kBatch * sizeof(Group), stream,
+                                          Predecessor::kAnything, packets, part, blocks * kWarps);
 }
 
 PacketPart whole_packet(const PacketLayout& layout) {

@@ -12,19 +12,19 @@ namespace powersgd::kernels::cuda {
 
 // A panel holds R rows of a strip, kStride elements apart. Rows and columns beyond the factor's are
 // 0.
-template <int R, typename F, int kStride = kStrip>
+template <int R, int kStride = kStrip>
 class Panels {
  public:
   static constexpr int kElements = 2 * R * kStride;  // of shared memory
 
-  __device__ explicit Panels(F* shared) : shared_(shared) {}
+  __device__ explicit Panels(float* shared) : shared_(shared) {}
 
   // Begins to copy columns [first, end) of a matrix's factor, as far as they have room, to kRows
   // rows of the panel that is not in use. All threads of the block call it.
   template <int kRows = R>
-  __device__ __forceinline__ void fetch(const F* factor, const Matrix& matrix, bool aligned,
+  __device__ __forceinline__ void fetch(const float* factor, const Matrix& matrix, bool aligned,
                                         int64_t first, int64_t end, int to_row = 0) {
-    F* const panel = shared_ + ((1 - used_) * R + to_row) * kStride;
+    float* const panel = shared_ + ((1 - used_) * R + to_row) * kStride;
     if (aligned)
       copy<kRows, 4>(factor, matrix, first, end, panel);
     else
@@ -41,22 +41,22 @@ class Panels {
   }
 
   // A row of the panel in use.
-  __device__ __forceinline__ const F* row(int row) const {
+  __device__ __forceinline__ const float* row(int row) const {
     return shared_ + (used_ * R + row) * kStride;
   }
 
  private:
   // kWidth columns at a time.
   template <int kRows, int kWidth>
-  __device__ __forceinline__ static void copy(const F* factor, const Matrix& matrix, int64_t first,
-                                              int64_t end, F* panel) {
+  __device__ __forceinline__ static void copy(const float* factor, const Matrix& matrix,
+                                              int64_t first, int64_t end, float* panel) {
     constexpr int kPerRow = kStrip / kWidth;
     POWERSGD_NO_UNROLL
     for (int i = threadIdx.x; i < kRows * kPerRow; i += kThreads) {
       const int k = i / kPerRow, col = i % kPerRow * kWidth;
-      F* const to = panel + k * kStride + col;
+      float* const to = panel + k * kStride + col;
       if (k < matrix.rank && first + col < end) {
-        __pipeline_memcpy_async(to, factor + k * matrix.cols + first + col, kWidth * sizeof(F));
+        __pipeline_memcpy_async(to, factor + k * matrix.cols + first + col, kWidth * sizeof(float));
       } else {
         POWERSGD_UNROLL
         for (int j = 0; j < kWidth; ++j) to[j] = 0;
@@ -64,7 +64,7 @@ class Panels {
     }
   }
 
-  F* const shared_;
+  float* const shared_;
   int used_ = 0;
 };
 

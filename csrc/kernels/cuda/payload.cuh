@@ -3,17 +3,15 @@
 
 #include "kernels/cuda/elements.cuh"
 
-// The payloads of a bucket, in the factor dtype.
+// The payloads of a bucket.
 
 namespace powersgd::kernels::cuda {
 
-template <typename F>
-__device__ __forceinline__ F* p_payload(const Bucket& bucket) {
-  return static_cast<F*>(bucket.p_payload);
+__device__ __forceinline__ float* p_payload(const Bucket& bucket) {
+  return static_cast<float*>(bucket.p_payload);
 }
-template <typename F>
-__device__ __forceinline__ F* q_payload(const Bucket& bucket) {
-  return static_cast<F*>(bucket.q_payload);
+__device__ __forceinline__ float* q_payload(const Bucket& bucket) {
+  return static_cast<float*>(bucket.q_payload);
 }
 
 }  // namespace powersgd::kernels::cuda

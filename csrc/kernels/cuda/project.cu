@@ -32,9 +32,9 @@ using ProductsOf =
     std::conditional_t<kWay == Way::kBfloat16, Bfloat16Products<R>, FloatProducts<R>>;
 
 // M alone, from a memory from which nothing is to be subtracted.
-template <typename F, typename G, typename M>
+template <typename G, typename M>
 __device__ void form_tile(const Bucket& bucket, Work* work) {
-  const auto rows = rows_of<kLoadedRows, F, G, M>(bucket, *work, warp_id() * kLoadedRows);
+  const auto rows = rows_of<kLoadedRows, G, M>(bucket, *work, warp_id() * kLoadedRows);
   share_residual_scale(bucket, work);
   const int width =
       rows.count > 0 ? static_cast<int>(work->tile.col_end - work->tile.col_begin) : 0;
@@ -42,43 +42,42 @@ __device__ void form_tile(const Bucket& bucket, Work* work) {
     const LaneColumns columns = rows.columns(col, width);
     StoredElements<G, M> stored;
     stored.load(rows, 0, col, columns);
-    F m[kLoadedRows][4];
-    add_gradient(rows, stored, m, &work->flags);
-    store_m(rows, 0, col, columns, m, &work->flags);
+    float m[kLoadedRows][4];
+    add_gradient(rows, stored, m, &work->non_finite);
+    store_m(rows, 0, col, columns, m);
   }
 }
 
-template <int R, Way kWay, typename F, typename G, typename M>
+template <int R, Way kWay, typename G, typename M>
 __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kWay>))
     project_kernel(Bucket bucket, const Tile* tiles, int64_t count) {
   Work* const work = begin_work(bucket, tiles);
   if (work->tile.kind == TileKind::kRawSegment) {
-    pack_raw<F, G>(bucket, work);
+    pack_raw<G>(bucket, work);
   } else {
     if constexpr (R == kNoProducts)
-      form_tile<F, G, M>(bucket, work);
+      form_tile<G, M>(bucket, work);
     else
       ProjectTile<ProductsOf<R, kWay>, G, M>(bucket, work).run(bucket);
   }
-  add_flags(bucket, *work);
+  add_flag(bucket, *work);
   // The last block of a row group arrives for all of them. A raw segment's blocks have no group.
-  if (!add_column_ranges<F>(bucket, *work)) return;
+  if (!add_column_ranges(bucket, *work)) return;
   if (is_last_to_arrive(&bucket.counters[kProjectArrivals], static_cast<uint64_t>(count),
                         static_cast<uint64_t>(work->tile.parts)))
-    write_flags<F>(bucket);
+    write_flags(bucket);
 }
 
 // A bucket without tiles.
-template <typename F>
 __global__ void __launch_bounds__(kThreads) write_flags_kernel(Bucket bucket) {
-  write_flags<F>(bucket);
+  write_flags(bucket);
 }
 
 struct LaunchProject {
-  template <int R, typename F, typename G, typename M>
+  template <int R, typename G, typename M>
   static Status run(const Bucket& bucket, Stream stream) {
     if constexpr (R == kNoProducts) {
-      return launch_way<R, Way::kFloat, F, G, M>(bucket, sizeof(Work), stream);
+      return launch_way<R, Way::kFloat, G, M>(bucket, sizeof(Work), stream);
     } else {
       if constexpr (R > 8) {
         bool bfloat16 = false;
@@ -93,19 +92,18 @@ struct LaunchProject {
  private:
   template <int R, Way kWay, typename G, typename M>
   static Status launch_tile(const Bucket& bucket, Stream stream) {
-    return launch_way<R, kWay, float, G, M>(
-        bucket, ProjectTile<ProductsOf<R, kWay>, G, M>::kSharedBytes, stream);
+    return launch_way<R, kWay, G, M>(bucket, ProjectTile<ProductsOf<R, kWay>, G, M>::kSharedBytes,
+                                     stream);
   }
 
-  template <int R, Way kWay, typename F, typename G, typename M>
+  template <int R, Way kWay, typename G, typename M>
   static Status launch_way(const Bucket& bucket, size_t shared_bytes, Stream stream) {
     const int64_t* begin = bucket.tile_list_begin.data();
     const int64_t count = begin[kProjectTiles + 1] - begin[kProjectTiles];
-    if (count == 0)
-      return launch<write_flags_kernel<F>>(1, 0, stream, Predecessor::kAnything, bucket);
-    return launch<project_kernel<R, kWay, F, G, M>>(count, shared_bytes, stream,
-                                                    Predecessor::kAnything, bucket,
-                                                    bucket.tiles + begin[kProjectTiles], count);
+    if (count == 0) return launch<write_flags_kernel>(1, 0, stream, Predecessor::kAnything, bucket);
+    return launch<project_kernel<R, kWay, G, M>>(count, shared_bytes, stream,
+                                                 Predecessor::kAnything, bucket,
+                                                 bucket.tiles + begin[kProjectTiles], count);
   }
 };
 

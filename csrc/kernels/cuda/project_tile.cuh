@@ -15,16 +15,16 @@ namespace powersgd::kernels::cuda {
 
 // The rows of a tile.
 template <int R>
-constexpr int kProjectRows = kWarps * project_rows_per_warp(R, false);
+constexpr int kProjectRows = kWarps * project_rows_per_warp(R);
 
 // Float products. A warp takes some rows and all columns of a strip, a lane four of them.
 template <int R>
 class FloatProducts {
  public:
   static constexpr int kRank = R;
-  static constexpr int kRows = project_rows_per_warp(R, false);  // of a lane
-  static constexpr int kStride = kStrip;                         // of a strip's rows
-  static constexpr int kSharedElements = 0;                      // that finish() needs
+  static constexpr int kRows = project_rows_per_warp(R);  // of a lane
+  static constexpr int kStride = kStrip;                  // of a strip's rows
+  static constexpr int kSharedElements = 0;               // that finish() needs
   static constexpr bool kWholeWarps = false;
 
   __device__ static int row() { return warp_id() * kRows; }
@@ -96,7 +96,7 @@ class Bfloat16Products {
       shared[(warp_id() * kProjectRows<R> + row() + 2 * a + c / 2) * R + k] = sums_[a][r][c];
     }
     __syncthreads();
-    const auto write = sum_writer<float>(bucket, work);
+    const auto write = sum_writer(bucket, work);
     for (int i = threadIdx.x; i < kProjectRows<R> * R; i += kThreads) {
       float sum = 0;
       POWERSGD_UNROLL
@@ -116,7 +116,7 @@ class ProjectTile {
   // Up to rank 16 both factors are at hand, so that M of a few rows is made and used up at once.
   // Above, shared memory is too small for that, and q_local and q_warm take turns.
   static constexpr bool kBothFactors = R <= 16;
-  using FactorPanels = Panels<kBothFactors ? 2 * R : R, float, Products::kStride>;
+  using FactorPanels = Panels<kBothFactors ? 2 * R : R, Products::kStride>;
   static_assert(Products::kSharedElements <= FactorPanels::kElements);
   static constexpr int kElementsOfP = kProjectRows<R> * R;
 
@@ -126,7 +126,7 @@ class ProjectTile {
       sizeof(Work) + sizeof(float) * (kElementsOfP + FactorPanels::kElements);
 
   __device__ ProjectTile(const Bucket& bucket, Work* work)
-      : rows_(rows_of<kRows, float, G, M>(bucket, *work, Products::row())),
+      : rows_(rows_of<kRows, G, M>(bucket, *work, Products::row())),
         work_(work),
         p_(reinterpret_cast<float*>(work + 1)),
         panels_(p_ + kElementsOfP) {}
@@ -250,7 +250,7 @@ class ProjectTile {
 
   // M of kLoadedRows rows, from those stored. q_local is in the panel's first rows.
   __device__ __forceinline__ void form_m(int first, float (&m)[kLoadedRows][4]) {
-    add_gradient(rows_, stored_, m, &work_->flags);
+    add_gradient(rows_, stored_, m, &work_->non_finite);
     // Unrolled in full, it would load all of q_local at once and run out of registers.
     POWERSGD_UNROLL_2
     for (int k = 0; k < R; ++k) {
@@ -260,10 +260,10 @@ class ProjectTile {
       subtract_product(p_ + k * kProjectRows<R> + Products::row() + first, q, m);
     }
     hide_from_optimizer(rows_.cols);
-    store_m(rows_, first, col_, columns(), m, &work_->flags);
+    store_m(rows_, first, col_, columns(), m);
   }
 
-  Rows<kRows, float, G, M> rows_;
+  Rows<kRows, G, M> rows_;
   Work* const work_;
   float* const p_;
   FactorPanels panels_;

@@ -9,11 +9,10 @@ namespace powersgd::kernels::cuda {
 namespace {
 
 // A tile is a strip of columns, over all rows of q_warm.
-template <typename F>
 __global__ void __launch_bounds__(kThreads) random_start_kernel(Bucket bucket, int64_t first_tile) {
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
-  F* const q_warm = static_cast<F*>(matrix.q_warm);
+  float* const q_warm = static_cast<float*>(matrix.q_warm);
   for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
     const int64_t k = i / kStrip;
     const int64_t col = tile.col_begin + i % kStrip;
@@ -29,11 +28,7 @@ __global__ void __launch_bounds__(kThreads) random_start_kernel(Bucket bucket, i
 Status random_start(const Bucket& bucket, Stream stream) {
   const int64_t first = bucket.tile_list_begin[kStrips];
   const int64_t count = bucket.tile_list_begin[kStrips + 1] - first;
-  return bucket.factor_dtype == DType::kFloat64
-             ? launch<random_start_kernel<double>>(count, 0, stream, Predecessor::kAnything, bucket,
-                                                   first)
-             : launch<random_start_kernel<float>>(count, 0, stream, Predecessor::kAnything, bucket,
-                                                  first);
+  return launch<random_start_kernel>(count, 0, stream, Predecessor::kAnything, bucket, first);
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -52,16 +52,15 @@ __device__ __forceinline__ double* squares_of(const Bucket& bucket, const Tile& 
 }
 
 // Phase 1.
-template <typename F>
 __device__ void check_row(const Bucket& bucket, const Tile& tile) {
   const Matrix matrix = bucket.matrices[tile.item];
-  const F* const q = q_payload<F>(bucket);
+  const float* const q = q_payload(bucket);
   const int64_t k = tile.row_begin;
   const int64_t offset = matrix.q_offset + k * matrix.cols;
   bool bad = false;
   double squares = 0;
   for (int64_t col = tile.col_begin + threadIdx.x; col < tile.col_end; col += kThreads) {
-    const F value = q[offset + col];
+    const float value = q[offset + col];
     bad = !is_finite(value) || bad;
     squares += static_cast<double>(value) * static_cast<double>(value);
   }
@@ -92,44 +91,41 @@ __device__ inline void store_norm(const Matrix& matrix, const Tile& tile, int64_
 static_assert(kStrip == 4 * kWarpSize, "each lane of warm_row has four columns");
 
 // q_warm at the columns of a strip that a lane has in row k. The loads go ahead of the stores.
-template <typename F>
 __device__ __forceinline__ void warm_row(const Bucket& bucket, const Matrix& matrix,
                                          const Tile& tile, int64_t k, int lane, double scale) {
-  const F* const q = q_payload<F>(bucket);
+  const float* const q = q_payload(bucket);
   const int width = static_cast<int>(tile.col_end - tile.col_begin);
   const int64_t begin = k * matrix.cols + tile.col_begin;
-  F values[4];
+  float values[4];
   POWERSGD_UNROLL
   for (int i = 0; i < 4; ++i) {
     const int col = lane + i * kWarpSize;
-    values[i] = col < width ? q[matrix.q_offset + begin + col] : F{0};
+    values[i] = col < width ? q[matrix.q_offset + begin + col] : 0.0f;
   }
   POWERSGD_UNROLL
   for (int i = 0; i < 4; ++i) {
     const int col = lane + i * kWarpSize;
     if (col < width)
-      static_cast<F*>(matrix.q_warm)[begin + col] =
-          static_cast<F>(static_cast<double>(values[i]) * scale);
+      static_cast<float*>(matrix.q_warm)[begin + col] =
+          static_cast<float>(static_cast<double>(values[i]) * scale);
   }
 }
 
 // q_local = 0 at the columns of a tile, and q_norms = 0: nothing that was sent counts.
-template <typename F>
 __device__ void clear_sent(const Matrix& matrix, const Tile& tile) {
   for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
     const int64_t col = tile.col_begin + i % kStrip;
-    if (col < tile.col_end) static_cast<F*>(matrix.q_local)[i / kStrip * matrix.cols + col] = 0;
+    if (col < tile.col_end) static_cast<float*>(matrix.q_local)[i / kStrip * matrix.cols + col] = 0;
   }
   for (int64_t k = threadIdx.x; k < matrix.rank; k += kThreads) store_norm(matrix, tile, k, 0);
 }
 
 // q_warm at the columns of a tile where row k of Q is zero. A warp calls it. This is rare: what it
 // needs is loaded again, not held in registers.
-template <typename F>
 __device__ void redraw_row(const Bucket& bucket, const Tickets& tickets, int64_t k) {
   const Tile& tile = tile_of(tickets, *reinterpret_cast<const Ticket*>(shared_memory()));
   const Matrix& matrix = bucket.matrices[tile.item];
-  F* const q_warm = static_cast<F*>(matrix.q_warm) + k * matrix.cols;
+  float* const q_warm = static_cast<float*>(matrix.q_warm) + k * matrix.cols;
   const float scale = unit_row_scale(matrix.cols);
   POWERSGD_NO_UNROLL
   for (int64_t col = tile.col_begin + lane_id(); col < tile.col_end; col += kWarpSize)
@@ -139,12 +135,11 @@ __device__ void redraw_row(const Bucket& bucket, const Tickets& tickets, int64_t
 // q_warm at the columns of a tile, and q_norms. After a skipped step, or if the matrix is out of
 // use, q_warm stays and q_local becomes 0. The tables are read again, because keeping them during
 // the product takes too many registers.
-template <typename F>
 __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, bool skip) {
   const Tile tile = tile_of(tickets, *reinterpret_cast<const Ticket*>(shared_memory()));
   const Matrix matrix = bucket.matrices[tile.item];
-  if (skip || out_of_use<F>(bucket, matrix)) {
-    clear_sent<F>(matrix, tile);
+  if (skip || out_of_use(bucket, matrix)) {
+    clear_sent(matrix, tile);
     return;
   }
   constexpr int kRowsAtOnce = kLeastReconstructBytes / sizeof(double);
@@ -161,35 +156,33 @@ __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, 
     __syncthreads();
     for (int i = threadIdx.x; i < rows * kWarpSize; i += kThreads) {
       const double scale = scales[i / kWarpSize];
-      if (scale > 0) warm_row<F>(bucket, matrix, tile, first + i / kWarpSize, i % kWarpSize, scale);
+      if (scale > 0) warm_row(bucket, matrix, tile, first + i / kWarpSize, i % kWarpSize, scale);
     }
     POWERSGD_NO_UNROLL
     for (int k = warp_id(); k < rows; k += kWarps) {
-      if (scales[k] == 0) redraw_row<F>(bucket, tickets, first + k);
+      if (scales[k] == 0) redraw_row(bucket, tickets, first + k);
     }
   }
 }
 
-template <typename F>
 __device__ void unpack_raw(const Bucket& bucket, const Tile& tile, bool skip) {
   const RawSegment segment = bucket.raw_segments[tile.item];
-  const F* const p = p_payload<F>(bucket);
-  const F scale = static_cast<F>(bucket.output_scale);
+  const float* const p = p_payload(bucket);
+  const float scale = static_cast<float>(bucket.output_scale);
   for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads)
     store_any(bucket.gradient, segment.gradient_offset + i,
               skip ? NAN : scale * p[segment.p_offset + i], bucket.gradient_dtype);
 }
 
 // memory = M - G and G = NaN, as the step is skipped.
-template <typename F>
 __device__ void skip_tile(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
   const int64_t width = tile.col_end - tile.col_begin;
   for (int64_t i = threadIdx.x; i < (tile.row_end - tile.row_begin) * width; i += kThreads) {
     const int64_t index = (tile.row_begin + i / width) * matrix.cols + tile.col_begin + i % width;
-    const F g = static_cast<F>(
-        load_any(bucket.gradient, matrix.gradient_offset + index, bucket.gradient_dtype));
+    const float g =
+        load_any(bucket.gradient, matrix.gradient_offset + index, bucket.gradient_dtype);
     if (matrix.memory != nullptr && is_finite(g)) {
-      const F m = static_cast<F>(load_any(matrix.memory, index, bucket.residual_dtype));
+      const float m = load_any(matrix.memory, index, bucket.residual_dtype);
       store_any(matrix.memory, index, m - g, bucket.residual_dtype);
     }
     store_any(bucket.gradient, matrix.gradient_offset + index, NAN, bucket.gradient_dtype);
@@ -208,12 +201,11 @@ constexpr int kBlocksPerProcessor = kIsLowRank<R> ? 4 : kBlocksAtHighRank;
 template <int R, typename G>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
     reconstruct_kernel(Bucket bucket, Tickets tickets) {
-  using F = Factor<G>;
   const Ticket ticket = take_ticket(&bucket.counters[kReconstructTickets], tickets.all,
                                     reinterpret_cast<Ticket*>(shared_memory()));
   uint64_t* const checked = &bucket.counters[kQChecked];
   if (ticket.order < tickets.checks) {
-    check_row<F>(bucket, tickets.first_check[ticket.order]);
+    check_row(bucket, tickets.first_check[ticket.order]);
     post(checked);
     return;
   }
@@ -221,8 +213,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
   const auto await_checks = [&] {
     await(checked, (ticket.launch + 1) * static_cast<uint64_t>(tickets.checks));
     const bool skip = load_again(&bucket.state->skipped) != 0;
-    if (skip && ticket.order == tickets.checks && threadIdx.x == 0)
-      count_step(bucket, &StepCounts::skipped);
+    if (skip && ticket.order == tickets.checks && threadIdx.x == 0) count_skipped_step(bucket);
     return skip;
   };
   if (tickets.tiles == 0) {
@@ -231,13 +222,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
   }
   const Tile tile = tile_of(tickets, ticket);
   if (tile.kind == TileKind::kRawSegment) {
-    unpack_raw<F>(bucket, tile, await_checks());
+    unpack_raw(bucket, tile, await_checks());
     return;
   }
   const Matrix matrix = bucket.matrices[tile.item];
   const bool skip = reconstruct_tile<R, G>(bucket, matrix, tile, await_checks);
-  if (skip) skip_tile<F>(bucket, matrix, tile);
-  if (tile.row_begin == 0) update_warm_start<F>(bucket, tickets, skip);
+  if (skip) skip_tile(bucket, matrix, tile);
+  if (tile.row_begin == 0) update_warm_start(bucket, tickets, skip);
 }
 
 template <int R, typename G>
@@ -256,8 +247,6 @@ Status launch_by_rank(const Bucket& bucket, Stream stream) {
 }  // namespace
 
 Status reconstruct(const Bucket& bucket, Stream stream) {
-  if (bucket.factor_dtype == DType::kFloat64)
-    return launch_reconstruct<kNoProducts, double>(bucket, stream);
   return bucket.gradient_dtype == DType::kFloat32 ? launch_by_rank<float>(bucket, stream)
                                                   : launch_by_rank<uint16_t>(bucket, stream);
 }

@@ -16,12 +16,12 @@ template <int R>
 constexpr int kGroupsOfQ = R / kWarps;
 
 // p_hat at `rows` rows from `begin` on, with zeros beyond.
-template <int R, typename F>
+template <int R>
 __device__ __forceinline__ void load_p(const Matrix& matrix, int64_t begin, int rows,
-                                       F (&out)[kGroupsOfP<R>][4]) {
+                                       float (&out)[kGroupsOfP<R>][4]) {
   constexpr int kGroups = R / 4;  // of a row
-  const F* const p_hat = global(static_cast<const F*>(matrix.p_hat)) + begin * matrix.rank;
-  const bool aligned = is_aligned(static_cast<const F*>(matrix.p_hat), matrix.rank);
+  const float* const p_hat = global(static_cast<const float*>(matrix.p_hat)) + begin * matrix.rank;
+  const bool aligned = is_aligned(static_cast<const float*>(matrix.p_hat), matrix.rank);
   const int ranks = static_cast<int>(matrix.rank);
   int thread = static_cast<int>(threadIdx.x);
   hide_from_optimizer(thread);
@@ -39,17 +39,17 @@ __device__ __forceinline__ void load_p(const Matrix& matrix, int64_t begin, int 
 
 // Q at the lane's columns from `q` on. Beyond the rank it is -0, as a product of 0 and -0 leaves
 // any sum as it is, even -0.
-template <int R, typename F>
-__device__ __forceinline__ void load_q(const F* q, const Matrix& matrix, const LaneColumns& columns,
-                                       F (&out)[kGroupsOfQ<R>][4]) {
+template <int R>
+__device__ __forceinline__ void load_q(const float* q, const Matrix& matrix,
+                                       const LaneColumns& columns, float (&out)[kGroupsOfQ<R>][4]) {
   int warp = warp_id();
   hide_from_optimizer(warp);
   int64_t k = warp;
-  const F* row = q + k * matrix.cols;
+  const float* row = q + k * matrix.cols;
   POWERSGD_UNROLL
   for (int n = 0; n < kGroupsOfQ<R>; ++n) {
     POWERSGD_UNROLL
-    for (int j = 0; j < 4; ++j) out[n][j] = F{-0.0};
+    for (int j = 0; j < 4; ++j) out[n][j] = -0.0f;
     if (columns.count > 0 && k < matrix.rank)
       load_columns<Access::kReuse>(row, columns, DType::kFloat32, out[n]);
     k += kWarps;
@@ -58,11 +58,12 @@ __device__ __forceinline__ void load_q(const F* q, const Matrix& matrix, const L
 }
 
 // Stores the groups, times `scale`, where a thread has its groups.
-template <typename F, int N>
-__device__ __forceinline__ void stage_groups(const F (&groups)[N][4], F scale, F* staged) {
+template <int N>
+__device__ __forceinline__ void stage_groups(const float (&groups)[N][4], float scale,
+                                             float* staged) {
   POWERSGD_UNROLL
   for (int n = 0; n < N; ++n) {
-    F scaled[4];
+    float scaled[4];
     POWERSGD_UNROLL
     for (int j = 0; j < 4; ++j) scaled[j] = scale * groups[n][j];
     store_stored<Access::kShared>(staged + (static_cast<int>(threadIdx.x) + n * kThreads) * 4,
@@ -72,34 +73,34 @@ __device__ __forceinline__ void stage_groups(const F (&groups)[N][4], F scale, F
 
 // Copies p_hat at the tile's rows from `begin` on, and at first Q, to shared memory. Returns true,
 // and has copied nothing, if `await` does.
-template <int R, typename F, typename Await>
+template <int R, typename Await>
 __device__ __forceinline__ bool stage_ranks(const Bucket& bucket, const Matrix& matrix,
                                             const Tile& tile, const StripColumns& lane, int begin,
                                             const Await& await) {
-  F p_groups[kGroupsOfP<R>][4], q_groups[kGroupsOfQ<R>][4];
+  float p_groups[kGroupsOfP<R>][4], q_groups[kGroupsOfQ<R>][4];
   load_p<R>(matrix, tile.row_begin + begin, rows_from(tile, tile.row_begin + begin, kStagedRows<R>),
             p_groups);
-  const F* const q = q_payload<F>(bucket) + matrix.q_offset;
+  const float* const q = q_payload(bucket) + matrix.q_offset;
   LaneColumns columns = lane.of(q, matrix);
   if (begin > 0) columns.count = 0;
   load_q<R>(q + lane.first, matrix, columns, q_groups);
-  const F scale = scale_of_p<F>(bucket, matrix);
+  const float scale = scale_of_p(bucket, matrix);
   if (await()) return true;
   __syncthreads();
-  stage_groups(p_groups, scale, staged_p<F>());
-  if (begin == 0) stage_groups(q_groups, F{1}, staged_q<R, F>());
+  stage_groups(p_groups, scale, staged_p());
+  if (begin == 0) stage_groups(q_groups, 1.0f, staged_q<R>());
   __syncthreads();
   return false;
 }
 
 // sum += p Q, at a warp's rows and a lane's columns. More than four ranks at a time would need more
 // registers than three blocks have.
-template <int R, typename F>
-__device__ __forceinline__ void add_ranks(const F* p, const F* q, int ranks,
-                                          F (&sum)[kRowsOfWarp][4]) {
+template <int R>
+__device__ __forceinline__ void add_ranks(const float* p, const float* q, int ranks,
+                                          float (&sum)[kRowsOfWarp][4]) {
   POWERSGD_NO_UNROLL
-  for (const F* const end = p + ranks; p < end; p += 4) {
-    F factor[4][4];
+  for (const float* const end = p + ranks; p < end; p += 4) {
+    float factor[4][4];
     POWERSGD_UNROLL
     for (int k = 0; k < 4; ++k) {
       load_stored<Access::kShared>(q, factor[k]);
@@ -107,7 +108,7 @@ __device__ __forceinline__ void add_ranks(const F* p, const F* q, int ranks,
     }
     POWERSGD_UNROLL
     for (int i = 0; i < kRowsOfWarp; ++i) {
-      F p_row[4];
+      float p_row[4];
       load_stored<Access::kShared>(p + i * R, p_row);
       POWERSGD_UNROLL
       for (int k = 0; k < 4; ++k) {
@@ -122,7 +123,7 @@ __device__ __forceinline__ void add_ranks(const F* p, const F* q, int ranks,
 template <typename G>
 __device__ __forceinline__ void store_rows(G* out, int64_t stride, int rows,
                                            const LaneColumns& columns, DType dtype,
-                                           const Factor<G> (&sum)[kRowsOfWarp][4]) {
+                                           const float (&sum)[kRowsOfWarp][4]) {
   POWERSGD_UNROLL
   for (int i = 0; i < kRowsOfWarp; ++i) {
     if (i < rows) store_columns<Access::kNonTemporal>(out, columns, dtype, sum[i]);
@@ -134,20 +135,19 @@ template <int R, typename G, typename AwaitChecks>
 __device__ __forceinline__ bool reconstruct_high_rank(const Bucket& bucket, const Matrix& matrix,
                                                       const Tile& tile, G* gradient,
                                                       const AwaitChecks& await_checks) {
-  using F = Factor<G>;
   const StripColumns lane(gradient, matrix, tile);
-  if (stage_ranks<R, F>(bucket, matrix, tile, lane, 0, await_checks)) return true;
+  if (stage_ranks<R>(bucket, matrix, tile, lane, 0, await_checks)) return true;
   const LaneColumns& columns = lane.columns;
   const int first = warp_id() * kRowsOfWarp;
   const int tile_rows = static_cast<int>(tile.row_end - tile.row_begin);
   for (int begin = 0; begin < tile_rows; begin += kRowsOfBlock) {
     const int staged_row = begin % kStagedRows<R>;
     const int rows = tile_rows - begin - first;  // may exceed kRowsOfWarp
-    F sum[kRowsOfWarp][4] = {};
+    float sum[kRowsOfWarp][4] = {};
     if (staged_row == 0 && begin > 0)
-      stage_ranks<R, F>(bucket, matrix, tile, lane, begin, [] { return false; });
+      stage_ranks<R>(bucket, matrix, tile, lane, begin, [] { return false; });
     if (columns.count > 0 && rows > 0)
-      add_ranks<R>(staged_p<F>() + (staged_row + first) * R, staged_q<R, F>() + lane_id() * 4,
+      add_ranks<R>(staged_p() + (staged_row + first) * R, staged_q<R>() + lane_id() * 4,
                    static_cast<int>(matrix.rank), sum);
     if (columns.count <= 0) continue;
     int row = first;

@@ -23,18 +23,16 @@ constexpr int kStagedRows = kIsLowRank<R> ? 256 : 4096 / R;
 // Shared memory has p_hat as [rows][ranks] and, above rank 8, Q as [ranks][kStrip].
 constexpr int kLeastReconstructBytes = 512;
 template <int R, typename G>
-constexpr size_t kReconstructBytes =
-    std::max<size_t>(kLeastReconstructBytes,
-                     sizeof(Factor<G>) * R * (kStagedRows<R> + (kIsLowRank<R> ? 0 : kStrip)));
+constexpr size_t kReconstructBytes = std::max<size_t>(
+    kLeastReconstructBytes, sizeof(float) * R * (kStagedRows<R> + (kIsLowRank<R> ? 0 : kStrip)));
 
-template <typename F>
-__device__ __forceinline__ F* staged_p() {
-  return reinterpret_cast<F*>(shared_memory() + kTicketBytes);
+__device__ __forceinline__ float* staged_p() {
+  return reinterpret_cast<float*>(shared_memory() + kTicketBytes);
 }
 
-template <int R, typename F>
-__device__ __forceinline__ F* staged_q() {
-  return staged_p<F>() + kStagedRows<R> * R;
+template <int R>
+__device__ __forceinline__ float* staged_q() {
+  return staged_p() + kStagedRows<R> * R;
 }
 
 // The rows of a tile from `begin` on, at most `most` of them.
@@ -58,16 +56,14 @@ struct StripColumns {
   }
 
   // The same columns of another array, with rows of the same length.
-  template <typename F>
-  __device__ LaneColumns of(const F* base, const Matrix& matrix) const {
+  __device__ LaneColumns of(const float* base, const Matrix& matrix) const {
     return {columns.aligned && is_aligned(base, matrix.cols), columns.count, columns.stride};
   }
 };
 
 // The factor of p_hat in the output.
-template <typename F>
-__device__ __forceinline__ F scale_of_p(const Bucket& bucket, const Matrix& matrix) {
-  return out_of_use<F>(bucket, matrix) ? F{0} : static_cast<F>(bucket.output_scale);
+__device__ __forceinline__ float scale_of_p(const Bucket& bucket, const Matrix& matrix) {
+  return out_of_use(bucket, matrix) ? 0.0f : static_cast<float>(bucket.output_scale);
 }
 
 }  // namespace powersgd::kernels::cuda

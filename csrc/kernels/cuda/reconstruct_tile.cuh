@@ -12,14 +12,14 @@
 namespace powersgd::kernels::cuda {
 
 // p_hat's rows from `begin` on, as [kStagedRows<R>][R] with zeros beyond the rank.
-template <int R, typename F>
+template <int R>
 __device__ __forceinline__ void stage_low_rank(const Bucket& bucket, const Matrix& matrix,
                                                int64_t begin, int rows) {
-  const F* const p_hat = global(static_cast<const F*>(matrix.p_hat)) + begin * matrix.rank;
-  const F scale = scale_of_p<F>(bucket, matrix);
+  const float* const p_hat = global(static_cast<const float*>(matrix.p_hat)) + begin * matrix.rank;
+  const float scale = scale_of_p(bucket, matrix);
   for (int i = threadIdx.x; i < rows * R; i += kThreads) {
     const int row = i / R, k = i % R;
-    staged_p<F>()[i] = k < matrix.rank ? scale * p_hat[row * matrix.rank + k] : F{0};
+    staged_p()[i] = k < matrix.rank ? scale * p_hat[row * matrix.rank + k] : 0.0f;
   }
 }
 
@@ -28,12 +28,11 @@ template <int R, typename G, typename AwaitChecks>
 __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const Matrix& matrix,
                                                      const Tile& tile, G* gradient,
                                                      const AwaitChecks& await_checks) {
-  using F = Factor<G>;
-  const F* const q = q_payload<F>(bucket);
+  const float* const q = q_payload(bucket);
   const StripColumns lane(gradient, matrix, tile);
   const LaneColumns q_columns = lane.of(q + matrix.q_offset, matrix);
   const bool active = lane.columns.count > 0;
-  F factor[R][4];
+  float factor[R][4];
   POWERSGD_UNROLL
   for (int k = 0; k < R; ++k) {
     POWERSGD_UNROLL
@@ -46,16 +45,16 @@ __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows<R>) {
     const int rows = rows_from(tile, begin, kStagedRows<R>);
     if (!waits) __syncthreads();
-    stage_low_rank<R, F>(bucket, matrix, begin, rows);
+    stage_low_rank<R>(bucket, matrix, begin, rows);
     if (waits && await_checks()) return true;
     waits = false;
     __syncthreads();
     if (!active) continue;
     for (int row = threadIdx.x / kWarpSize; row < rows; row += kWarps) {
-      F sum[4] = {};
+      float sum[4] = {};
       POWERSGD_UNROLL
       for (int k = 0; k < R; ++k) {
-        const F p = staged_p<F>()[row * R + k];
+        const float p = staged_p()[row * R + k];
         POWERSGD_UNROLL
         for (int j = 0; j < 4; ++j) sum[j] += p * factor[k][j];
       }

@@ -12,8 +12,7 @@ namespace powersgd::kernels::cuda {
 constexpr int kStagedRows = 256;  // of p_hat, in shared memory at a time
 
 // Memory is finite. Without it M is the gradient.
-template <typename F>
-__device__ __forceinline__ void keep_finite(F (&m)[4], bool is_gradient) {
+__device__ __forceinline__ void keep_finite(float (&m)[4], bool is_gradient) {
   if (is_gradient) replace_non_finite(m);
 }
 
@@ -38,19 +37,17 @@ __device__ __forceinline__ int rows_of_chunk(const Tile& tile, int64_t begin) {
 }
 
 // True if q is zero, and nothing is to be computed. Waits for orthogonalize.
-template <typename F>
 __device__ __forceinline__ bool sends_zeros(const Bucket& bucket, const Matrix& matrix) {
   wait_for_predecessor();
-  return bucket.state->skipped != 0 || out_of_use<F>(bucket, matrix);
+  return bucket.state->skipped != 0 || out_of_use(bucket, matrix);
 }
 
-template <typename F>
 __device__ void send_zeros(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
   if (tile.part != 0) return;
-  F* const payload = q_payload<F>(bucket);
+  float* const payload = q_payload(bucket);
   for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
     const int64_t col = tile.col_begin + i % kStrip;
-    if (col < tile.col_end) write_q(payload, matrix, i / kStrip * matrix.cols + col, F{0});
+    if (col < tile.col_end) write_q(payload, matrix, i / kStrip * matrix.cols + col, 0.0f);
   }
 }
 

@@ -10,20 +10,14 @@
 
 namespace powersgd::kernels::cuda {
 
-// The kinds of elements that a block has found in its part of the gradient, or of M where memory
-// cannot hold them. It lies in shared memory, because registers are scarce. Several threads may set
-// a flag to 1 at a time, so the flags are volatile.
-struct ElementFlags {
-  volatile int non_finite, saturated;
-};
-
 // The tile of a block, at the start of shared memory.
 struct alignas(16) Work {
   Tile tile;
-  Matrix matrix;      // that the tile is a part of, unless it is one of a raw segment
-  double scale;       // of the residual, see share_residual_scale
-  float float_scale;  // the same
-  ElementFlags flags;
+  Matrix matrix;  // that the tile is a part of, unless it is one of a raw segment
+  float scale;    // of the residual, see share_residual_scale
+  // 1 if the block has found a non-finite element of the gradient. Several threads may set it at a
+  // time. It lies here because registers are scarce.
+  volatile int non_finite;
 };
 
 // A table's entry is copied by as many threads as it has words, all of whose loads are in flight at
@@ -46,7 +40,7 @@ __device__ __forceinline__ Work* begin_work(const Bucket& bucket, const Tile* ti
     copy_entry(tile, work->tile);
     if (static_cast<TileKind>(static_cast<uint32_t>(kind_and_item)) != TileKind::kRawSegment)
       copy_entry(bucket.matrices[kind_and_item >> 32], work->matrix);
-    if (threadIdx.x == 0) work->flags = {0, 0};
+    if (threadIdx.x == 0) work->non_finite = 0;
   }
   __syncthreads();
   return work;
@@ -56,58 +50,51 @@ __device__ __forceinline__ Work* begin_work(const Bucket& bucket, const Tile* ti
 // block call this.
 __device__ __forceinline__ void share_residual_scale(const Bucket& bucket, Work* work) {
   if (threadIdx.x == 0) {
-    work->scale = residual_scale(bucket, work->matrix);
-    work->float_scale = static_cast<float>(work->scale);
+    work->scale = static_cast<float>(residual_scale(bucket, work->matrix));
   }
   __syncthreads();
 }
 
-// Adds the flags of the block to those of its matrix, or of all raw segments.
-__device__ __forceinline__ void add_flags(const Bucket& bucket, const Work& work) {
+// Adds the flag of the block to that of its matrix, or of all raw segments.
+__device__ __forceinline__ void add_flag(const Bucket& bucket, const Work& work) {
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  const int32_t flags =
-      (work.flags.non_finite ? kNonFinite : 0) | (work.flags.saturated ? kSaturated : 0);
-  if (flags == 0) return;
+  if (threadIdx.x != 0 || work.non_finite == 0) return;
   const int64_t counter = work.tile.kind == TileKind::kRawSegment
-                              ? raw_flags_counter(bucket.num_matrices)
-                              : flags_counter(work.tile.item);
-  atomicOr(reinterpret_cast<int*>(bucket.counters + counter), flags);
+                              ? raw_flag_counter(bucket.num_matrices)
+                              : flag_counter(work.tile.item);
+  atomicOr(reinterpret_cast<int*>(bucket.counters + counter), 1);
 }
 
 // Takes the flags of all blocks, writes what they say to the P payload alongside the uses, and
 // notes the units of memory. The last block of project calls it.
-template <typename F>
 __device__ void write_flags(const Bucket& bucket) {
-  F* const p = p_payload<F>(bucket);
-  int32_t all = 0;
+  float* const p = p_payload(bucket);
+  int32_t found = 0;
   for (int item = threadIdx.x; item <= bucket.num_matrices; item += kThreads) {
-    auto* const flags = reinterpret_cast<int32_t*>(bucket.counters + flags_counter(item));
-    all |= *flags;
+    auto* const flag = reinterpret_cast<int32_t*>(bucket.counters + flag_counter(item));
+    found |= *flag;
     if (item < bucket.num_matrices && bucket.matrices[item].use_offset >= 0)
-      p[bucket.matrices[item].use_offset] = static_cast<F>(use_of(bucket, item));
-    *flags = 0;
+      p[bucket.matrices[item].use_offset] = static_cast<float>(use_of(bucket, item));
+    *flag = 0;
     if (item < bucket.num_matrices && bucket.matrices[item].memory_units != nullptr)
       *bucket.matrices[item].memory_units = units_of(bucket);
   }
-  const bool non_finite = __syncthreads_or(all & kNonFinite) != 0;
-  const bool saturated = __syncthreads_or(all & kSaturated) != 0;
+  const bool non_finite = __syncthreads_or(found) != 0;
   if (threadIdx.x != 0) return;
   p[bucket.p_numel - 1] = non_finite ? 1 : 0;
   bucket.state->step = begun_step(bucket);
-  if (saturated) count_step(bucket, &StepCounts::saturated);
 }
 
 // Packs a part of a raw segment into the P payload.
-template <typename F, typename G>
+template <typename G>
 __device__ void pack_raw(const Bucket& bucket, Work* work) {
   const Tile& tile = work->tile;
   const RawSegment segment = bucket.raw_segments[tile.item];
   const G* from = static_cast<const G*>(bucket.gradient) + segment.gradient_offset;
-  F* const to = p_payload<F>(bucket) + segment.p_offset;
+  float* const to = p_payload(bucket) + segment.p_offset;
   for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads) {
-    const F value = widen(from[i], bucket.gradient_dtype);
-    if (!is_finite(value)) work->flags.non_finite = 1;
+    const float value = widen(from[i], bucket.gradient_dtype);
+    if (!is_finite(value)) work->non_finite = 1;
     to[i] = value;
   }
 }

@@ -12,10 +12,6 @@ namespace powersgd::kernels {
 
 constexpr int64_t kSlotBytes = 64;  // the unit of Tile::slot, an offset into the workspace
 
-// The flags of a tile of project: whether its part of the gradient has a non-finite element, and
-// its part of M one that memory cannot hold.
-constexpr int32_t kNonFinite = 1, kSaturated = 2;
-
 POWERSGD_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 POWERSGD_HOST_DEVICE constexpr int64_t round_up(int64_t value, int64_t multiple) {
@@ -41,30 +37,26 @@ POWERSGD_HOST_DEVICE inline int use_of(const Bucket& bucket, int32_t matrix) {
 }
 
 // True if no rank has used the matrix, by the reduced P payload.
-template <typename F>
 POWERSGD_HOST_DEVICE inline bool out_of_use(const Bucket& bucket, const Matrix& matrix) {
-  return matrix.use_offset >= 0 && *elements<F>(bucket.p_payload, matrix.use_offset) == 0;
+  return matrix.use_offset >= 0 && *elements<float>(bucket.p_payload, matrix.use_offset) == 0;
 }
 
 // P or p_hat of a matrix: [rows, rank].
-template <typename F>
 struct TallFactor {
-  F* data;
+  float* data;
   int64_t rank;
 
-  POWERSGD_HOST_DEVICE F& at(int64_t row, int64_t column) const {
+  POWERSGD_HOST_DEVICE float& at(int64_t row, int64_t column) const {
     return data[row * rank + column];
   }
 };
 
-template <typename F>
-POWERSGD_HOST_DEVICE inline TallFactor<F> p_of(const Bucket& bucket, const Matrix& matrix) {
-  return {elements<F>(bucket.p_payload, matrix.p_offset), matrix.rank};
+POWERSGD_HOST_DEVICE inline TallFactor p_of(const Bucket& bucket, const Matrix& matrix) {
+  return {elements<float>(bucket.p_payload, matrix.p_offset), matrix.rank};
 }
 
-template <typename F>
-POWERSGD_HOST_DEVICE inline TallFactor<F> p_hat_of(const Matrix& matrix) {
-  return {static_cast<F*>(matrix.p_hat), matrix.rank};
+POWERSGD_HOST_DEVICE inline TallFactor p_hat_of(const Matrix& matrix) {
+  return {static_cast<float*>(matrix.p_hat), matrix.rank};
 }
 
 }  // namespace powersgd::kernels

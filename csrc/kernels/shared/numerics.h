@@ -11,8 +11,8 @@
 
 namespace powersgd::kernels {
 
-// "Twice is enough" (Parlett, citing Kahan). The third pass serves columns in double, whose first
-// pass loses digits that they have.
+// "Twice is enough" (Parlett, citing Kahan). The third pass is for columns of which the first one
+// leaves few digits.
 constexpr int kMaxPasses = 3;
 
 // A column is dead if its pivot is at or below this share of the trace, which is the rounding noise
@@ -20,10 +20,9 @@ constexpr int kMaxPasses = 3;
 constexpr double kDeadPivot = 1.0 / (int64_t{1} << 46);
 
 // A pivot below this share of its column's square is weak: another pass follows. One pass leaves
-// columns orthonormal to the roundoff of double, 1e-16, over the weakest share. Columns in float
-// need no more than 1e-8; columns in double have no digits to lose.
-template <typename F>
-constexpr double kWeakPivot = sizeof(F) == 8 ? 0.99 : 1e-8;
+// columns orthonormal to the roundoff of double, 1e-16, over the weakest share, and columns in
+// float need no more than 1e-8.
+constexpr double kWeakPivot = 1e-8;
 
 // The share of the trace at or below which a pivot is dead in the first pass.
 POWERSGD_HOST_DEVICE inline double dead_share(double epsilon) {

@@ -13,16 +13,13 @@
 namespace powersgd::kernels {
 
 POWERSGD_HOST_DEVICE constexpr bool has_scales(WireDType dtype) {
-  return dtype == WireDType::kFloat16 || dtype == WireDType::kInt8 || dtype == WireDType::kInt4;
+  return dtype == WireDType::kInt8 || dtype == WireDType::kInt4;
 }
 
 // The bytes that the codes of a group take. The order of the codes in a group is the device's own.
 POWERSGD_HOST_DEVICE constexpr int64_t code_bytes(WireDType dtype) {
   switch (dtype) {
-    case WireDType::kFloat32:
-      return 4 * kGroup;
     case WireDType::kBFloat16:
-    case WireDType::kFloat16:
       return 2 * kGroup;
     case WireDType::kInt8:
       return kGroup;
@@ -30,15 +27,6 @@ POWERSGD_HOST_DEVICE constexpr int64_t code_bytes(WireDType dtype) {
       return kGroup / 2;
   }
   return 0;
-}
-
-// Returns a value in float. A finite double beyond the range of float becomes its largest value.
-POWERSGD_HOST_DEVICE inline float float_of(float value) { return value; }
-POWERSGD_HOST_DEVICE inline float float_of(double value) {
-  const bool finite = value - value == 0;
-  if (finite && value > FLT_MAX) return FLT_MAX;
-  if (finite && value < -FLT_MAX) return -FLT_MAX;
-  return static_cast<float>(value);
 }
 
 POWERSGD_HOST_DEVICE inline uint32_t bits_of(float value) {
@@ -53,19 +41,11 @@ POWERSGD_HOST_DEVICE inline float float_of_bits(uint32_t bits) {
   return value;
 }
 
-// The largest value that a scaled element of float16 stands for: 32752 * 2^113.
-constexpr float kLargestScaledHalf = 0x1.FFCp127F;
-
 // Returns the scale of a group from its largest magnitude, NaN if that is not finite. The lower
 // half of its bits is 0, so it travels as bfloat16.
 POWERSGD_HOST_DEVICE inline float scale_of(WireDType dtype, float largest) {
-  constexpr uint32_t kUpperHalf = 0xFFFF0000U, kExponent = 0x7F800000U, kSmallest = 0x00800000U;
+  constexpr uint32_t kUpperHalf = 0xFFFF0000U, kSmallest = 0x00800000U;
   if (!(largest - largest == 0)) return float_of_bits(0x7FC00000U);
-  if (dtype == WireDType::kFloat16) {
-    const uint32_t exponent = bits_of(largest) & kExponent;
-    constexpr uint32_t kTwoTo14 = 14U << 23;
-    return exponent < kTwoTo14 + kSmallest ? 0 : float_of_bits(exponent - kTwoTo14);
-  }
   const float most = dtype == WireDType::kInt8 ? 127 : 7;  // the largest code
   const uint32_t rounded_up = (bits_of(largest / most) + 0xFFFFU) & kUpperHalf;
   const uint32_t greatest = bits_of(FLT_MAX / most) & kUpperHalf;  // code * scale is finite

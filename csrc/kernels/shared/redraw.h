@@ -23,13 +23,12 @@ POWERSGD_HOST_DEVICE inline float unit_row_scale(int64_t cols) {
 
 // An element of q_warm, of which `row` and `col` say the place and `scale` is unit_row_scale. The
 // product is exact, so contracting it with the sum changes no bits.
-template <typename F>
-POWERSGD_HOST_DEVICE inline F redrawn(const Bucket& bucket, const Matrix& matrix, int64_t row,
-                                      int64_t col, float scale, F old) {
+POWERSGD_HOST_DEVICE inline float redrawn(const Bucket& bucket, const Matrix& matrix, int64_t row,
+                                          int64_t col, float scale, float old) {
   const float random =
       random_element(bucket.seed, matrix.random_id, bucket.state->step, RandomUse::kZeroRow,
                      static_cast<uint32_t>(row), static_cast<uint64_t>(col));
-  return F{0.5} * (old + static_cast<F>(scale * random));
+  return 0.5f * (old + static_cast<float>(scale * random));
 }
 
 }  // namespace powersgd::kernels

@@ -22,10 +22,10 @@ POWERSGD_HOST_DEVICE inline double residual_scale(const Bucket& bucket, const Ma
   return *matrix.memory_units > 0 ? units_of(bucket) / *matrix.memory_units : 0;
 }
 
-// Counts the bucket's step, unless another bucket did. One thread of the bucket calls it.
-POWERSGD_HOST_DEVICE inline void count_step(const Bucket& bucket, StepCount StepCounts::* which) {
-  if (bucket.step_counts == nullptr) return;
-  StepCount& steps = bucket.step_counts->*which;
+// Counts the bucket's step as skipped, unless another bucket did. One thread calls it.
+POWERSGD_HOST_DEVICE inline void count_skipped_step(const Bucket& bucket) {
+  if (bucket.skipped_steps == nullptr) return;
+  StepCount& steps = *bucket.skipped_steps;
   if (steps.last == bucket.state->step + 1) return;
   steps.last = bucket.state->step + 1;
   ++steps.count;

@@ -47,7 +47,7 @@ TEST_P(Coalescing, EveryAllreduceInsideIsForwardedExactly) {
   const test::ScopeBlock block(true);
   backend_->startCoalescing();
   EXPECT_EQ(backend_->allreduce(tensors_), inner_->work);
-  EXPECT_EQ(backend_->allreduce_coalesced(tensors_), inner_->work);
+  EXPECT_EQ(backend_->allreduce_coalesced(tensors_, {}), inner_->work);
   backend_->endCoalescing();
   EXPECT_EQ(inner_->methods(),
             (Names{"startCoalescing", "allreduce", "allreduce_coalesced", "endCoalescing"}));

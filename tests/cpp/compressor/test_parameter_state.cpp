@@ -17,7 +17,7 @@ constexpr MatrixShape kShape{20, 30};
 
 ParameterStatePtr allocated(uint64_t random_id, const Options& options = {}) {
   auto state = std::make_shared<ParameterState>(random_id);
-  ParameterState::allocate({{state.get(), kShape, 2, at::kFloat}}, options, at::kCPU);
+  ParameterState::allocate({{state.get(), kShape, 2}}, options, at::kCPU);
   return state;
 }
 
@@ -87,13 +87,10 @@ TEST(ParameterState, AGradientIsTakenBackWhereItIsFinite) {
 
 TEST(ParameterState, StatesThatAreAllocatedTogetherAreAsThoseAllocatedAlone) {
   ParameterState first(3), second(4), third(5);
-  ParameterState::allocate({{&first, kShape, 2, at::kFloat},
-                            {&second, {9, 7}, 3, at::kDouble},
-                            {&third, kShape, 2, at::kFloat}},
-                           {}, at::kCPU);
+  ParameterState::allocate({{&first, kShape, 2}, {&second, {9, 7}, 3}, {&third, kShape, 2}}, {},
+                           at::kCPU);
   EXPECT_TRUE(at::equal(first.q_warm, allocated(3)->q_warm));
   EXPECT_TRUE(at::equal(third.q_warm, allocated(5)->q_warm));
-  EXPECT_EQ(second.q_warm.scalar_type(), at::kDouble);
   EXPECT_GT(second.q_warm.norm().item<double>(), 0);
   third.memory_units.fill_(8);
   EXPECT_EQ(first.memory_units.item<double>(), 1);

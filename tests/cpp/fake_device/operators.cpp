@@ -218,9 +218,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 class EnqueuedStages final : public Stages {
  public:
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                const std::vector<kernels::RawSegment>& raw,
-                                DType factor_dtype) const override {
-    return runner_->make_tiles(matrices, raw, factor_dtype);
+                                const std::vector<kernels::RawSegment>& raw) const override {
+    return runner_->make_tiles(matrices, raw);
   }
   void random_start(const kernels::Bucket& bucket) const override {
     enqueue_stage(Stage::kRandomStart, bucket);

@@ -43,16 +43,15 @@ at::Tensor raw_part(const BucketPlan& plan, const at::Tensor& gradient) {
 // One rank of a group, which exchanges its payloads with the others.
 class Rank : public test::OneRank {
  public:
-  Rank(const Options& options, at::ScalarType type, Ranks ranks, c10d::Backend& backend)
-      : OneRank(options, type, at::kCPU, ranks, kShapes),
+  Rank(const Options& options, Ranks ranks, c10d::Backend& backend)
+      : OneRank(options, at::kFloat, at::kCPU, ranks, kShapes),
         ranks_(ranks),
-        type_(type),
         channel_(backend, test::kDefaultTimeout) {}
 
   at::Tensor gradient_of(int rank, uint64_t step) const {
-    return test::random(1000 * step + static_cast<uint64_t>(rank), {plan.gradient_numel}).to(type_);
+    return test::random(1000 * step + static_cast<uint64_t>(rank), {plan.gradient_numel});
   }
-  // In the dtype of the gradients, and in the order in which the ranks are added.
+  // In the order in which the ranks are added.
   at::Tensor sum_of_gradients(uint64_t step) const {
     at::Tensor sum = gradient_of(0, step);
     for (int rank = 1; rank < ranks_.count; ++rank) sum += gradient_of(rank, step);
@@ -75,29 +74,24 @@ class Rank : public test::OneRank {
 
  private:
   const Ranks ranks_;
-  const at::ScalarType type_;
   BackendChannel channel_;
 };
 
-// The wire, the dtype of the gradients, the number of ranks and the schedule.
+// The wire, the number of ranks and the schedule.
 using Wire = std::optional<WireDType>;
-using Case = std::tuple<std::pair<Wire, at::ScalarType>, int, Schedule>;
+using Case = std::tuple<Wire, int, Schedule>;
 
 class Exchange : public testing::TestWithParam<Case> {
  protected:
   // Runs `fn` on every rank.
   static void run(const std::function<void(Rank&, test::ThreadBackend&)>& fn) {
     test::run_ranks(size(), [&](int rank, const c10::intrusive_ptr<test::ThreadBackend>& backend) {
-      const auto [dtype, type] = std::get<0>(GetParam());
       const Ranks ranks{rank, size(), /*backend_sums=*/false, std::get<2>(GetParam())};
-      Rank self(test::compressing(3, dtype), type, ranks, *backend);
+      Rank self(test::compressing(3, std::get<0>(GetParam())), ranks, *backend);
       fn(self, *backend);
     });
   }
   static int size() { return std::get<1>(GetParam()); }
-
-  // The rounding of some sums in the factor dtype.
-  static double tolerance() { return std::get<0>(GetParam()).second == at::kDouble ? 1e-12 : 1e-5; }
 };
 
 // A step that is not finite on one rank is lost on all, and nothing else is.
@@ -126,7 +120,7 @@ TEST_P(Exchange, OutputsAreEqualAndAddUpWithTheResiduals) {
       sent += output;
       gradients += mean;
     }
-    EXPECT_LT(test::relative(sent + self.mean_residual(), gradients), tolerance());
+    EXPECT_LT(test::relative(sent + self.mean_residual(), gradients), 1e-5);
     // Without the residual the identity fails by far.
     EXPECT_GT(test::relative(sent, gradients), 0.1);
   });
@@ -137,16 +131,15 @@ TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
   run([](Rank& self, test::ThreadBackend& backend) {
     at::Tensor gradient = self.gradient_of(backend.getRank(), 0);
     self.exchange(gradient, 0);
-    const auto [wire, type] = std::get<0>(GetParam());
+    const Wire wire = std::get<0>(GetParam());
     const int32_t chunks = std::get<2>(GetParam()) == Schedule::kOneShot ? 1 : size();
     std::vector<int64_t> of_a_chunk;  // of P and Q
-    const bool rounds = wire && (wire != WireDType::kFloat32 || type == at::kDouble);
-    if (rounds) {
-      const DType raw = type == at::kDouble ? DType::kFloat64 : DType::kFloat32;
+    if (wire) {
       const int64_t p_groups = 3 * (3 + 1 + 1), q_groups = 3 * (2 + 1 + 2);
       of_a_chunk = {
-          kernels::packet_layout(chunks, *wire, p_groups, raw, 130 + 7, 3 + 1).chunk_bytes,
-          kernels::packet_layout(chunks, *wire, q_groups, raw, 0, 0).chunk_bytes};
+          kernels::packet_layout(chunks, *wire, p_groups, DType::kFloat32, 130 + 7, 3 + 1)
+              .chunk_bytes,
+          kernels::packet_layout(chunks, *wire, q_groups, DType::kFloat32, 0, 0).chunk_bytes};
     } else {
       for (const int64_t numel : {self.plan.p_numel, self.plan.q_numel}) {
         of_a_chunk.push_back((numel + chunks - 1) / chunks);
@@ -158,7 +151,7 @@ TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
       expected.emplace_back("_allgather_base", numel);
     }
     for (const auto& call : backend.calls()) {
-      EXPECT_EQ(call.dtype, rounds ? at::kByte : type);
+      EXPECT_EQ(call.dtype, wire ? at::kByte : at::kFloat);
       calls.emplace_back(call.operation, call.numel);
     }
     EXPECT_EQ(calls, expected);
@@ -167,23 +160,17 @@ TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
 
 std::string name_of_exchange(const testing::TestParamInfo<Case>& info) {
   const auto& [wire, size, schedule] = info.param;
-  return test::name_of(wire.first) + (wire.second == at::kDouble ? "_of_float64_" : "_") +
-         std::to_string(size) + (schedule == Schedule::kOneShot ? "_one_shot" : "_two_shot");
+  return test::name_of(wire) + "_" + std::to_string(size) +
+         (schedule == Schedule::kOneShot ? "_one_shot" : "_two_shot");
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Wires, Exchange,
-    testing::Combine(testing::Values(std::pair(Wire(), at::kFloat),
-                                     std::pair(Wire(WireDType::kBFloat16), at::kFloat),
-                                     std::pair(Wire(WireDType::kFloat16), at::kFloat),
-                                     std::pair(Wire(WireDType::kInt8), at::kFloat),
-                                     std::pair(Wire(WireDType::kInt4), at::kFloat),
-                                     std::pair(Wire(), at::kDouble),
-                                     std::pair(Wire(WireDType::kFloat32), at::kDouble),
-                                     std::pair(Wire(WireDType::kInt8), at::kDouble)),
-                     testing::Values(2, 3, 4, 9),
-                     testing::Values(Schedule::kOneShot, Schedule::kTwoShot)),
-    name_of_exchange);
+INSTANTIATE_TEST_SUITE_P(Wires, Exchange,
+                         testing::Combine(testing::Values(Wire(), Wire(WireDType::kBFloat16),
+                                                          Wire(WireDType::kInt8),
+                                                          Wire(WireDType::kInt4)),
+                                          testing::Values(2, 3, 4, 9),
+                                          testing::Values(Schedule::kOneShot, Schedule::kTwoShot)),
+                         name_of_exchange);
 
 // A step waits for two exchanges, whatever the number of buckets and ranks: the network delivers
 // what it holds once every bucket of every rank has sent its packets.

@@ -13,25 +13,20 @@ namespace powersgd::test {
 namespace {
 
 struct FactorSpec {
-  DType dtype;
   int64_t rows;
   int64_t rank;
 };
 
 std::string describe(const FactorSpec& spec) {
-  return to_string(spec.dtype) + "_" + std::to_string(spec.rows) + "x" + std::to_string(spec.rank);
+  return std::to_string(spec.rows) + "x" + std::to_string(spec.rank);
 }
 
-// Kernels for columns in double have few ways of their own.
 std::vector<FactorSpec> factor_specs() {
-  constexpr DType kF = DType::kFloat32, kD = DType::kFloat64;
-  std::vector<FactorSpec> specs = {{kF, 1, 1},   {kF, 7, 1},    {kF, 600, 1},  {kF, 2, 2},
-                                   {kF, 17, 3},  {kF, 64, 4},   {kF, 1500, 4}, {kF, 8, 8},
-                                   {kF, 129, 8}, {kF, 32, 32},  {kF, 700, 32}, {kF, 90, 40},
-                                   {kF, 5, 7},   {kF, 1, 4},    {kD, 600, 1},  {kD, 17, 3},
-                                   {kD, 8, 8},   {kD, 600, 32}, {kD, 90, 40},  {kD, 5, 7}};
+  std::vector<FactorSpec> specs = {{1, 1},    {7, 1},    {600, 1}, {2, 2},   {17, 3},
+                                   {64, 4},   {1500, 4}, {8, 8},   {129, 8}, {32, 32},
+                                   {700, 32}, {90, 40},  {5, 7},   {1, 4}};
   const auto last = std::remove_if(specs.begin(), specs.end(), [](const FactorSpec& spec) {
-    return !kernels_multiply(spec.dtype, spec.rank);
+    return !kernels_multiply(spec.rank);
   });
   specs.erase(last, specs.end());
   return specs;
@@ -46,9 +41,7 @@ class Orthogonalize : public ::testing::TestWithParam<Case<FactorSpec>> {
         bucket_(*runner_, spec()) {}
 
   // The matrix has one on either side, so that there are several offsets.
-  BucketSpec spec() const {
-    return {{{6, 9, 2}, Part::raw(3), {rows_, 3, rank_}, {11, 4, 1}}, GetParam().spec.dtype};
-  }
+  BucketSpec spec() const { return {{{6, 9, 2}, Part::raw(3), {rows_, 3, rank_}, {11, 4, 1}}}; }
 
   int64_t live_rank() const { return std::min(rows_, rank_); }
   const DeviceMatrix& matrix() const { return bucket_.matrices[1]; }
@@ -97,7 +90,7 @@ class Orthogonalize : public ::testing::TestWithParam<Case<FactorSpec>> {
   void expect_live(const Values& p, const Columns& dead) const {
     EXPECT_EQ(bucket_.state().skipped, 0);
     const Values live = columns_of(p_hat(), dead, false);
-    EXPECT_LE(orthogonality_error(live, rows_, live_count(dead)), allowed_);
+    EXPECT_LE(orthogonality_error(live, rows_, live_count(dead)), kAllowed);
     EXPECT_LE(distance_from_span(columns_of(p, dead, false), live, rows_, live_count(dead)),
               span_tolerance());
     EXPECT_EQ(norm(columns_of(p_hat(), dead, true)), 0);
@@ -106,21 +99,15 @@ class Orthogonalize : public ::testing::TestWithParam<Case<FactorSpec>> {
   // The columns beyond the number of rows can only be zero.
   void expect_orthonormal(const Values& p) const { expect_live(p, from(live_rank())); }
 
-  // Rounding p_hat to the factor dtype moves a column by a few roundoffs for each column of the
-  // basis.
+  // Rounding p_hat to float moves a column by a few roundoffs for each column of the basis.
   double span_tolerance() const {
-    const double rounding = 4 * static_cast<double>(rank_) * unit_roundoff(GetParam().spec.dtype);
-    return GetParam().spec.dtype == DType::kFloat64 ? allowed_ : rounding;
+    return 4 * static_cast<double>(rank_) * unit_roundoff(DType::kFloat32);
   }
 
   std::unique_ptr<StageRunner> runner_;
   const int64_t rows_;
   const int64_t rank_;
-  // An element of p_hat^T p_hat is a sum of products of unit columns. Columns in double are
-  // orthonormal to what such a sum may lose, and columns in float to 1e-5, a hundred roundoffs.
-  const double allowed_ = GetParam().spec.dtype == DType::kFloat64
-                              ? kSumTolerance * unit_roundoff(DType::kFloat64)
-                              : 1e-5;
+  static constexpr double kAllowed = 1e-5;  // of orthonormal columns: a hundred roundoffs
   DeviceBucket bucket_;
 };
 
@@ -136,14 +123,13 @@ TEST_P(Orthogonalize, OrthonormalColumnsStay) {
   run(p);
   const Values result = p_hat();
   for (size_t i = 0; i < p.size(); ++i) {
-    EXPECT_NEAR(result[i], p[i], 64 * unit_roundoff(GetParam().spec.dtype));
+    EXPECT_NEAR(result[i], p[i], 64 * unit_roundoff(DType::kFloat32));
   }
 }
 
 // Condition numbers 1e3 and 1e6, graded over the columns and mixed. The span is compared with the
 // one that extended precision finds for the same rounded P. Not one direction may be lost, the
-// faintest included: distance_from_span is relative to unit columns of p_hat. At 1e3 no pivot is
-// weak to columns in float, but one pass would leave columns in double far from orthonormal.
+// faintest included: distance_from_span is relative to unit columns of p_hat.
 TEST_P(Orthogonalize, IllConditionedColumns) {
   if (live_rank() < rank_ || rank_ == 1) return;
   const Values left = orthonormal_basis(random_p(3), rows_, rank_);
@@ -162,10 +148,10 @@ TEST_P(Orthogonalize, IllConditionedColumns) {
         }
       }
       run(p);
-      EXPECT_LE(orthogonality_error(p_hat(), rows_, rank_), allowed_);
+      EXPECT_LE(orthogonality_error(p_hat(), rows_, rank_), kAllowed);
       // The solution of the triangular system carries the condition number times the roundoff of
       // double.
-      const double solution = kSumTolerance * condition * unit_roundoff(DType::kFloat64);
+      const double solution = kSumTolerance * condition * kRoundoffOfDouble;
       EXPECT_LE(distance_from_span(p_hat(), orthonormal_basis(p, rows_, rank_), rows_, rank_),
                 span_tolerance() + solution);
     }
@@ -315,7 +301,7 @@ TEST_P(Orthogonalize, MatrixOutOfUseKeepsItsColumns) {
   bucket.set_uses({2, 0, 1});
   bucket.run(Stage::kOrthogonalize);
   EXPECT_EQ(bucket.matrices[1].p_hat->get(), before);
-  EXPECT_LE(orthogonality_error(bucket.matrices[0].p_hat->get(), 6, 2), allowed_);
+  EXPECT_LE(orthogonality_error(bucket.matrices[0].p_hat->get(), 6, 2), kAllowed);
 }
 
 POWERSGD_INSTANTIATE(Orthogonalize, factor_specs());

@@ -44,12 +44,12 @@ class PacketSums : public PacketTest {
     return q_locals;
   }
 
-  // Adds in the order of the ranks, and rounds every sum to the factor dtype.
+  // Adds in the order of the ranks, and rounds every sum to float.
   Values in_rank_order(const std::vector<Values>& of_ranks) const {
     Values sums = of_ranks[0];
     for (size_t rank = 1; rank < of_ranks.size(); ++rank) {
       for (size_t i = 0; i < sums.size(); ++i) {
-        sums[i] = round_to(spec().factor_dtype, sums[i] + of_ranks[rank][i]);
+        sums[i] = round_to(DType::kFloat32, sums[i] + of_ranks[rank][i]);
       }
     }
     return sums;
@@ -68,9 +68,9 @@ class PacketSums : public PacketTest {
     for (const auto& rank : all) EXPECT_EQ(rank->payload->bytes(), all[0]->payload->bytes());
   }
 
-  // Each of a few additions in the factor dtype rounds by its unit times the sum of magnitudes.
+  // Each of a few additions in float rounds by its unit times the sum of magnitudes.
   double tolerance(const Exchange& exchange) const {
-    return (exchange.ranks + 3) * unit_roundoff(spec().factor_dtype);
+    return (exchange.ranks + 3) * unit_roundoff(DType::kFloat32);
   }
 };
 
@@ -147,9 +147,9 @@ TEST_P(LocalFactors, OfTheOwnerAloneTakeTheRoundingOfASum) {
     for_each_group(*all[0], [&](const PacketGroup& group) {
       for (const size_t i : group.elements) {
         for (size_t rank = 0; rank < all.size(); ++rank) {
-          const double more = round_to(spec().factor_dtype, rounded[i] - exact[i]);
+          const double more = round_to(DType::kFloat32, rounded[i] - exact[i]);
           const double share = static_cast<int64_t>(rank) == group.owner ? more : 0;
-          EXPECT_EQ(after[rank][i], round_to(spec().factor_dtype, before[rank][i] + share))
+          EXPECT_EQ(after[rank][i], round_to(DType::kFloat32, before[rank][i] + share))
               << "rank " << rank << ", element " << i;
         }
       }
@@ -268,7 +268,7 @@ std::vector<uint8_t> two_steps(const RunnerFactory& factory, const PacketSpec& s
   }
   for (const auto& rank : all) {
     const std::vector<uint8_t> payload = rank->payload->bytes();
-    const std::vector<uint8_t> q_local = encode(DType::kFloat64, rank->q_local());
+    const std::vector<uint8_t> q_local = encode(DType::kFloat32, rank->q_local());
     bytes.insert(bytes.end(), payload.begin(), payload.end());
     bytes.insert(bytes.end(), q_local.begin(), q_local.end());
   }
@@ -277,15 +277,11 @@ std::vector<uint8_t> two_steps(const RunnerFactory& factory, const PacketSpec& s
 
 TEST(PacketSums, AreTheSameOnAnyNumberOfThreadsAndAnyInstructionSet) {
   bool is_q = false;
-  for (const WireDType wire : {WireDType::kInt8, WireDType::kInt4, WireDType::kBFloat16,
-                               WireDType::kFloat16, WireDType::kFloat32}) {
+  for (const WireDType wire : {WireDType::kInt8, WireDType::kInt4, WireDType::kBFloat16}) {
     is_q = !is_q;
     // Enough groups for several threads, of P or of Q.
-    const PacketSpec spec{{{40'001, 300, 1}, {200, 7000, 5}, Part::raw(20'000)},
-                          is_q,
-                          DType::kFloat32,
-                          DType::kFloat32,
-                          wire};
+    const PacketSpec spec{
+        {{40'001, 300, 1}, {200, 7000, 5}, Part::raw(20'000)}, is_q, DType::kFloat32, wire};
     std::vector<std::vector<RunnerFactory>> groups = runners_equal_in_all_stages();
     groups.push_back(runners_equal_in_shared_stages());
     for (const std::vector<RunnerFactory>& group : groups) {

@@ -22,8 +22,7 @@ std::vector<BucketSpec> specs() {
   const std::vector<Part> any_rank = {{90, 140, 36}, {33, 40, 2}};
   std::vector<BucketSpec> specs = {{parts, DType::kFloat32, DType::kFloat32},
                                    {parts, DType::kBFloat16, DType::kBFloat16},
-                                   {any_rank, DType::kFloat64, DType::kFloat64},
-                                   {any_rank, DType::kFloat16, DType::kFloat16}};
+                                   {any_rank, DType::kFloat16, DType::kBFloat16}};
   for (const bool bfloat16_products : {false, true}) {
     specs.push_back({{{90, 140, 32}, {40, 300, 12}}, DType::kBFloat16, DType::kFloat32});
     specs.back().bfloat16_products = bfloat16_products;

@@ -76,18 +76,15 @@ TEST(Options, Names) {
 }
 
 TEST(Options, DTypes) {
-  EXPECT_EQ(error_with(&Options::residual_dtype, DType::kFloat64),
-            "residual_dtype must be float32, bfloat16 or float16 (float64 gradients keep a float64 "
-            "residual), got float64");
+  EXPECT_EQ(error_with(&Options::residual_dtype, DType::kFloat16),
+            "residual_dtype must be float32 or bfloat16, got float16");
   EXPECT_EQ(error_with(&Options::residual_dtype, DType::kBFloat16), "no error");
 }
 
 TEST(Options, WireDTypes) {
   EXPECT_EQ(error_with(&Options::wire_dtype, static_cast<WireDType>(9)),
-            "wire_dtype must be None, float32, bfloat16, float16, int8 or int4 (None sends float64 "
-            "gradients in float64), got unknown (9)");
-  for (const WireDType wire : {WireDType::kFloat32, WireDType::kBFloat16, WireDType::kFloat16,
-                               WireDType::kInt8, WireDType::kInt4}) {
+            "wire_dtype must be None (float32), bfloat16, int8 or int4, got unknown (9)");
+  for (const WireDType wire : {WireDType::kBFloat16, WireDType::kInt8, WireDType::kInt4}) {
     EXPECT_EQ(error_with(&Options::wire_dtype, wire), "no error");
   }
 }
@@ -105,23 +102,22 @@ TEST(Options, ScopeNamesRoundTrip) {
 }
 
 TEST(Options, DTypeNamesRoundTrip) {
-  for (const char* name : {"float32", "float64", "bfloat16", "float16"}) {
+  for (const char* name : {"float32", "bfloat16", "float16"}) {
     EXPECT_EQ(to_string(parse_dtype(name)), name);
   }
   EXPECT_EQ(test::error_of([] { parse_dtype("int8"); }),
-            "dtype must be 'float32', 'float64', 'bfloat16' or 'float16', got 'int8'");
+            "residual dtype must be float32 or bfloat16, got 'int8'");
   EXPECT_EQ(size_of(DType::kFloat32), 4);
-  EXPECT_EQ(size_of(DType::kFloat64), 8);
   EXPECT_EQ(size_of(DType::kBFloat16), 2);
   EXPECT_EQ(size_of(DType::kFloat16), 2);
 }
 
 TEST(Options, WireDTypeNamesRoundTrip) {
-  for (const char* name : {"float32", "bfloat16", "float16", "int8", "int4"}) {
+  for (const char* name : {"bfloat16", "int8", "int4"}) {
     EXPECT_EQ(to_string(parse_wire_dtype(name)), name);
   }
-  EXPECT_EQ(test::error_of([] { parse_wire_dtype("float64"); }),
-            "wire dtype must be 'float32', 'bfloat16', 'float16', 'int8' or 'int4', got 'float64'");
+  EXPECT_EQ(test::error_of([] { parse_wire_dtype("float32"); }),
+            "wire dtype must be None (float32), bfloat16, int8 or int4, got 'float32'");
 }
 
 TEST(Options, AnInvalidOneIsAnInvalidArgument) {
@@ -130,7 +126,7 @@ TEST(Options, AnInvalidOneIsAnInvalidArgument) {
   EXPECT_THROW(validate(options), std::invalid_argument);
   EXPECT_THROW(parse_scope("all"), std::invalid_argument);
   EXPECT_THROW(parse_dtype("int8"), std::invalid_argument);
-  EXPECT_THROW(parse_wire_dtype("float64"), std::invalid_argument);
+  EXPECT_THROW(parse_wire_dtype("float32"), std::invalid_argument);
 }
 
 }  // namespace

@@ -84,19 +84,31 @@ TEST(EffectiveRank, IsAtMostTheSmallerSide) {
 }
 
 TEST(ShouldCompress, OnlyWhatPays) {
-  EXPECT_TRUE(should_compress({100, 100}, with_rank(1)));
-  EXPECT_FALSE(should_compress({4, 4}, with_rank(1)));  // 8 * 1 * 2 = 16 is not less than 16
-  EXPECT_TRUE(should_compress({4, 4}, with_rank(1, 1.99)));
-  EXPECT_FALSE(should_compress({1, 1000}, with_rank(1)));
-  EXPECT_FALSE(should_compress({1000, 1}, with_rank(1)));
-  EXPECT_FALSE(should_compress({100, 100}, with_rank(25)));
-  EXPECT_TRUE(should_compress({100, 100}, with_rank(24)));
-  EXPECT_FALSE(should_compress({0, 100}, with_rank(1)));
-  EXPECT_FALSE(should_compress({0, 0}, with_rank(1)));
+  const auto compresses = [](int64_t rows, int64_t cols, const Options& options) {
+    return should_compress({{rows, cols}, {}}, options);
+  };
+  EXPECT_TRUE(compresses(100, 100, with_rank(1)));
+  EXPECT_FALSE(compresses(4, 4, with_rank(1)));  // 8 * 1 * 2 = 16 is not less than 16
+  EXPECT_TRUE(compresses(4, 4, with_rank(1, 1.99)));
+  EXPECT_FALSE(compresses(1, 1000, with_rank(1)));
+  EXPECT_FALSE(compresses(1000, 1, with_rank(1)));
+  EXPECT_FALSE(compresses(100, 100, with_rank(25)));
+  EXPECT_TRUE(compresses(100, 100, with_rank(24)));
+  EXPECT_FALSE(compresses(0, 100, with_rank(1)));
+  EXPECT_FALSE(compresses(0, 0, with_rank(1)));
+}
+
+TEST(ShouldCompress, NothingThatIsExact) {
+  const ParameterShape exact{{100, 100}, {}, true};
+  EXPECT_FALSE(should_compress(exact, with_rank(1)));
+  EXPECT_EQ(sent_numel(exact, with_rank(1)).total, 100 * 100);
+  const BucketPlan plan = plan_bucket({exact, {{64, 64}, {}}}, with_rank(1));
+  ASSERT_EQ(plan.matrices.size(), 1u);
+  EXPECT_EQ(plan.raw_numel(), 100 * 100);
 }
 
 TEST(SentNumel, IsThatOfTheFactorsAndTheActivity) {
-  const SentNumel sent = sent_numel({64, 33}, with_rank(2));
+  const SentNumel sent = sent_numel({{64, 33}, {}}, with_rank(2));
   EXPECT_EQ(sent.rank, 2);
   EXPECT_EQ(sent.p, 64 * 2);
   EXPECT_EQ(sent.q, 33 * 2);
@@ -104,7 +116,7 @@ TEST(SentNumel, IsThatOfTheFactorsAndTheActivity) {
 }
 
 TEST(SentNumel, IsAllOfAMatrixThatIsNotCompressed) {
-  const SentNumel sent = sent_numel({4, 4}, with_rank(1));
+  const SentNumel sent = sent_numel({{4, 4}, {}}, with_rank(1));
   EXPECT_EQ(sent.rank, 0);
   EXPECT_EQ(sent.p, 0);
   EXPECT_EQ(sent.q, 0);
@@ -117,7 +129,7 @@ TEST(SentNumel, OfAllMatricesIsThatOfTheirBucket) {
   const Options options = with_rank(3);
   int64_t total = 1;  // the bucket's non-finite count
   for (const ParameterShape& parameter : bucket) {
-    total += sent_numel(matrix_shape(parameter), options).total;
+    total += sent_numel(parameter, options).total;
   }
   const BucketPlan plan = plan_bucket(bucket, options);
   ASSERT_EQ(plan.matrices.size(), 2u);

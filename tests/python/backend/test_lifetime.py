@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from process import touched_memory
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
 import torch_powersgd as tp
@@ -241,3 +242,16 @@ def test_a_destruction_while_a_callback_runs(rank: int) -> None:
     future = _start(rank).get_future().then(lambda done: time.sleep(0.5))
     dist.destroy_process_group()
     future.wait()
+
+
+@pytest.mark.long
+@on_ranks(options=OPTIONS)
+def test_steps_leave_no_memory(rank: int) -> None:
+    ddp, _ = make_compressed(SHAPES)
+    mine = gradients(SHAPES, rank, 0)
+    held = []
+    for _ in range(2):
+        for _ in range(500):
+            step(ddp, mine)
+        held.append(touched_memory())
+    assert held[1] - held[0] < 500 * 500, held  # less than 500 bytes in a step

@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[Run, Make, object, Set[str]]] = {
     "convolution": (outside, lambda rank: flat(rank).view(64, -1, 4, 4), SUM, MATRIX),
     "half precision": (in_backward, _to(torch.float16), SUM, GRADIENT),
     "bfloat16": (in_backward, _to(torch.bfloat16), SUM, GRADIENT),
-    "double precision": (in_backward, _to(torch.float64), SUM, GRADIENT),
+    "double precision": (in_backward, _to(torch.float64), SUM, NOTHING),
     "complex": (in_backward, _to(torch.complex64), SUM, NOTHING),
     "integers": (in_backward, _to(torch.int32), SUM, NOTHING),
     "maximum": (in_backward, flat, ReduceOp.MAX, NOTHING),

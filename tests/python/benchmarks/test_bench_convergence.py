@@ -106,7 +106,7 @@ def test_the_matrix_has_what_each_figure_needs() -> None:
 
 
 def test_a_method_takes_options() -> None:
-    (wanted,) = contenders.expand([contenders.parse("int8-wire+min_compression_rate=3:4")], ())
+    (wanted,) = contenders.named("int8-wire+min_compression_rate=3:4")
     assert wanted.title == "ours, int8 wire, min compression rate 3, rank 4"
     assert wanted.name == "int8-wire+min_compression_rate=3:4"
     assert wanted.how.options is not None

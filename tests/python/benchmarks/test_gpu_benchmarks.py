@@ -102,7 +102,6 @@ def test_overlapping_kernels_count_once() -> None:
         ("bfloat16", "float32", 16),
         ("bfloat16", "bfloat16", 10),
         ("float32", "bfloat16", 14),
-        ("float64", "float64", 40),
     ],
 )
 def test_the_floor_counts_the_bytes_of_each_dtype(

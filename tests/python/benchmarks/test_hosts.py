@@ -134,7 +134,7 @@ def _processes(pid: int) -> list[int]:
 @needs_hosts
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_leaves_nothing_behind(number: int) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench_cluster.py"), "--quick"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_cluster.py"), "--rates", "1gbit"]
     process = subprocess.Popen(
         [*command, "--models", "gpt-1M", "--methods", "plain", "--rounds", "1000"],
         stdout=subprocess.DEVNULL,

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -30,22 +28,6 @@ def test_every_rank_has_a_group_variables_and_a_session_of_its_own() -> None:
         _describe, WORLD, "hello", what="a call", seconds=DEADLOCK, variables=variables
     )
     assert found == [["hello", number, "value", True] for number in range(WORLD)]
-
-
-def _import(rank: ranks.Rank) -> str:
-    return str(importlib.import_module("package_of_ranks").__file__)
-
-
-def test_ranks_import_from_a_folder_of_their_own(tmp_path: Path) -> None:
-    before = sys.path[:]
-    files = [tmp_path / name / "package_of_ranks.py" for name in ("first", "second")]
-    for file in files:
-        file.parent.mkdir()
-        file.touch()
-        with ranks.Ranks(_import, WORLD, packages=file.parent) as started:
-            started.wait(DEADLOCK)
-            assert started.result(0) == started.result(1) == str(file)
-    assert sys.path == before
 
 
 def _fail(rank: ranks.Rank, folder: str) -> None:

@@ -12,8 +12,8 @@ import pytest
 from support.repository import ROOT
 
 GOALS = "tools lint docs test-cpp test-python test-sanitized gpu-programs test-aarch64"
-SCRIPTS = [".ci/other_pythons.sh", ".ci/nvcc_report.sh", ".ci/cuda_torch.sh"]
-TOOLS = ["make", "nvcc", "aarch64-linux-gnu-g++", "qemu-aarch64"]  # here, stand-ins
+SCRIPTS = [".ci/other_pythons.sh", ".ci/check_kernels.py", ".ci/cuda_torch.sh"]
+TOOLS = ["make", "python3", "nvcc", "aarch64-linux-gnu-g++", "qemu-aarch64"]  # here, stand-ins
 STAND_IN = """#!/bin/sh
 case " $FAILING " in *" ${1:-$0} "*) exit 1 ;; esac
 """
@@ -31,7 +31,7 @@ def test_all_steps_run_and_those_that_fail_are_named(tmp_path: Path, failing: li
     environment = {**os.environ, "PATH": path, "FAILING": " ".join(failing)}
     command = [tmp_path / ".ci" / "run"]
     ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    steps = re.findall(r"^(ok|FAILED) \d+ s: (?:make )?(\S+)$", ended.stdout, re.MULTILINE)
+    steps = re.findall(r"^(ok|FAILED) \d+ s: (?:make |python3 )?(\S+)$", ended.stdout, re.MULTILINE)
     assert {step for _, step in steps} == {*GOALS.split(), *SCRIPTS}
     assert {step for verdict, step in steps if verdict == "FAILED"} == set(failing)
     assert ended.returncode == bool(failing)

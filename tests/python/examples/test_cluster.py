@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from support.deadline import DEADLOCK
 from support.repository import ROOT
-from torch_powersgd.tools.peer import STORE_PORT
+from torch_powersgd.cli.doctor import STORE_PORT
 
 CLUSTER = ROOT / "examples" / "cluster"
 HOSTNAMES = "#!/bin/bash\nprintf 'node7\\nnode8\\n'\n"

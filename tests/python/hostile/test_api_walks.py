@@ -34,7 +34,7 @@ OPTIONS = st.fixed_dictionaries(
         "matrix_approximation_rank": st.sampled_from([1, 2, 3]),
         "use_error_feedback": st.sampled_from([True, True, True, False]),
         "warm_start": st.booleans(),
-        "wire_dtype": st.sampled_from([None, None, "bfloat16", "float16", "int8", "int4"]),
+        "wire_dtype": st.sampled_from([None, None, "bfloat16", "int8", "int4"]),
         "residual_dtype": st.sampled_from(["float32", "float32", "bfloat16"]),
         "check_every": st.sampled_from([0, 0, 1, 3]),
     }

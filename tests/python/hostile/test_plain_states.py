@@ -18,7 +18,6 @@ OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_r
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"use_error_feedback": False},
-    {"residual_dtype": "float16"},
     {"warm_start": False},
     {"wire_dtype": "int8"},
     {"wire_dtype": "int4"},

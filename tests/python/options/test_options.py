@@ -37,8 +37,8 @@ VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "scope": ("attached", "attached", ["", "always", "Attached", "some", 3, b"always"]),
     "min_numel": (9, "9", [0, -9, 2**70]),
     "inner": ("gloo", "gloo", ["", b"gloo", "mpi", "powersgd", "glo", "Gloo"]),
-    "wire_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int2", "", b"int8"]),
-    "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", 3]),
+    "wire_dtype": (torch.bfloat16, "bfloat16", [torch.float32, torch.int32, "int2", "", b"int8"]),
+    "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.float16, "int8", 3]),
     "check_every": (50, "50", [-1]),
     "allow_discard": (True, "1", ["on demand", 3]),
 }
@@ -103,8 +103,7 @@ def test_refuses_a_bad_value(name: str, value: Any) -> None:
         ("int8", "int8"),
         ("int4", "int4"),
         ("bfloat16", torch.bfloat16),
-        ("torch.float16", torch.float16),
-        ("float32", torch.float32),
+        ("torch.bfloat16", torch.bfloat16),
         (None, None),
     ],
 )

@@ -97,9 +97,8 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 # Python passes tensors on; C++ computes with them.
 COMPUTING = re.compile(r"(numpy|scipy|torch\.(linalg|fft|special|nn\.functional))(\.|$)")
 
-# The commands stand on the library. Training imports none of them, nor their own requirements.
-TOOLS = re.compile(r"torch_powersgd\.tools(\.|$)|rich(\.|$)")
-TOOLING = ("commands", "tools")
+# The commands stand on the library, which imports none of them, nor their own requirements.
+COMMANDS = re.compile(r"torch_powersgd\.cli(\.|$)|rich(\.|$)")
 
 
 PRIVATE = re.compile(r"_[a-z]")
@@ -168,10 +167,8 @@ def wrong_imports(root: Path) -> list[str]:
                 wrong.append(
                     f"{name}: only _core.py imports _C, once it has checked torch's version"
                 )
-            # The front of the package imports shadow mode when it is asked for.
-            front = file.name in ("__main__.py", "__init__.py")
-            if TOOLS.match(imported) and not front and file.parent.name not in TOOLING:
-                wrong.append(f"{name}: only the command line and its tools import {imported}")
+            if COMMANDS.match(imported) and "cli" not in file.parts and file.name != "__main__.py":
+                wrong.append(f"{name}: only the command line imports {imported}")
             if COMPUTING.match(imported):
                 wrong.append(f"{name} must not import {imported}")
     return wrong
@@ -274,8 +271,8 @@ def test_a_wrong_include_is_found(tmp_path: Path, path: str, include: str) -> No
         "from torch.nn import functional",
         "from torch_powersgd import _C",
         "from . import _C",
-        "from torch_powersgd import tools",
-        "from torch_powersgd.tools.footprint import footprint_of",
+        "from torch_powersgd import cli",
+        "from torch_powersgd.cli.footprint import footprint_of",
         "import rich.table",
     ],
 )

@@ -68,6 +68,19 @@ def test_attach_says_once_what_it_will_do() -> None:
     assert second == ("",) * 6  # one rank speaks
 
 
+@on_ranks(2)
+def test_attach_says_what_is_exact_because_of_its_dtype(rank: int) -> None:
+    tensors = {"w": torch.zeros(64, 64), "x": torch.zeros(64, 64, dtype=torch.float64)}
+    some = _heard(tp.attach, tensors, OPTIONS)
+    all_ = _heard(tp.attach, {"x": tensors["x"]}, OPTIONS)
+    large = _heard(tp.attach, tensors, {"matrix_approximation_rank": 600})
+    if rank == 0:
+        assert "1 of 2 parameters (50.0 % of the elements)" in some
+        assert "matrix rank 2; those in float64 are averaged exactly; a step" in some
+        assert "no parameter is compressed: gradients in float64 are averaged exactly\n" in all_
+        assert "matrix rank of at most 15. Those in float64 are averaged exactly\n" in large
+
+
 def test_attach_in_a_group_of_one_says_that_nothing_is_sent() -> None:
     ((quiet, *_),) = ranks.run(1, _attach_lines)
     assert "one process" in quiet

@@ -28,7 +28,7 @@ SENT = 2 * (128 + 64) + 2 * (32 + 144) + 128 + 64 + 2 + 1
 
 STAGES = {"project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct"}
 COUNTS = {
-    *("steps", "skipped_steps", "saturated_steps", "differences"),
+    *("steps", "skipped_steps", "differences"),
     *("compressed_calls", "exact_calls", "bytes_before", "bytes_after"),
 }
 KEYS = COUNTS | {"compressing", "starts_at", "ratio", "compressed_ratio", "seconds"}
@@ -37,15 +37,9 @@ KEYS |= {"residual_norms"}
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "factor_width"),
-    [(torch.float32, 4, 4), (torch.float64, 8, 8), (torch.bfloat16, 2, 4)],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.bfloat16, 2)], ids=str)
 @on_ranks(options=OPTIONS)
-def test_bytes_of_an_attached_model(
-    rank: int, dtype: torch.dtype, width: int, factor_width: int
-) -> None:
+def test_bytes_of_an_attached_model(rank: int, dtype: torch.dtype, width: int) -> None:
     ddp, compression = make_compressed(SHAPES, dtype=dtype)
     fresh = compression.stats()
     assert fresh.keys() == KEYS
@@ -67,10 +61,10 @@ def test_bytes_of_an_attached_model(
     assert now["skipped_steps"] == 0
     assert now["compressed_calls"] == 5
     assert now["exact_calls"] == exact
-    before, after = 7 * NUMEL * width, 2 * NUMEL * width + 5 * SENT * factor_width
+    before, after = 7 * NUMEL * width, 2 * NUMEL * width + 5 * SENT * 4
     assert (now["bytes_before"], now["bytes_after"]) == (before, after)
     assert now["ratio"] == pytest.approx(before / after, rel=1e-12)
-    factors = NUMEL * width / (SENT * factor_width)
+    factors = NUMEL * width / (SENT * 4)
     assert now["compressed_ratio"] == pytest.approx(factors, rel=1e-12)
     assert now["seconds"].keys() == STAGES
     assert all(seconds > 0 for seconds in now["seconds"].values())
@@ -102,20 +96,6 @@ def test_bytes_of_flat_tensors(rank: int) -> None:
     assert now["bytes_after"] == 2 * 4 * 62_500 + 2 * 4 * (250 + 250 + 2)
     dist.all_reduce(torch.ones(100_000))
     assert tp.stats()["bytes_before"] == now["bytes_before"], "not a gradient"
-
-
-@pytest.mark.parametrize("residual_dtype", ["float16", "bfloat16"])
-@on_ranks(options=OPTIONS)
-def test_saturated_residuals_are_counted_on_the_rank_that_has_them(
-    rank: int, residual_dtype: str
-) -> None:
-    """Rank 0's gradients are beyond 65504 in the last step."""
-    ddp, compression = make_compressed(SHAPES, {"residual_dtype": residual_dtype})
-    for i in range(6):
-        large = 1e5 if rank == 0 and i == 5 else 1e-3
-        step(ddp, {name: large * g for name, g in gradients(SHAPES, rank, i).items()})
-    saturated = rank == 0 and residual_dtype == "float16"
-    assert compression.stats()["saturated_steps"] == saturated
 
 
 @on_ranks(options=tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2))

@@ -35,7 +35,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no feedback": ({"use_error_feedback": False}, {}),
     "half residual": ({"residual_dtype": torch.bfloat16}, {}),
     "cold": ({"warm_start": False}, {}),
-    **{wire: ({"wire_dtype": wire}, {}) for wire in ("bfloat16", "float16", "int8", "int4")},
+    **{wire: ({"wire_dtype": wire}, {}) for wire in ("bfloat16", "int8", "int4")},
     # The state belongs to parameters: it does not matter which bucket holds them.
     "other buckets": ({}, {"bucket_cap_mb": 1e-4}),
 }

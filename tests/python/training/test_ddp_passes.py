@@ -144,7 +144,8 @@ def test_a_step_counts_though_ddp_skips_its_last_bucket(rank: int) -> None:
 @on_ranks(2)
 def test_the_first_pass_of_a_static_graph_is_a_step(rank: int) -> None:
     """DDP gives the buckets, one for each dtype, the same number in that pass."""
-    dtypes = {"first": torch.float32, "second": torch.float64, "third": torch.float64}
+    half = torch.bfloat16
+    dtypes = {"first": torch.float32, "second": half, "third": half}
     parameters = {name: torch.zeros(LAYERS[name], dtype=dtypes[name]) for name in LAYERS}
     ddp = DistributedDataParallel(Synthetic(parameters), static_graph=True)
     compression = tp.attach(ddp, OPTIONS)
@@ -154,7 +155,8 @@ def test_the_first_pass_of_a_static_graph_is_a_step(rank: int) -> None:
         ledger.add(step(ddp, mine), mean_gradients(LAYERS, 2, i))
         stats = compression.stats()
         assert (stats["steps"], stats["compressed_calls"]) == (i + 1, 2 * (i + 1))
-    ledger.check(compression)
+    rounded = torch.finfo(half).eps / 2  # the gradients and the outputs
+    ledger.check(compression, second=2 * rounded, third=2 * rounded)
 
 
 @pytest.mark.parametrize("by_python", [False, True])

@@ -69,7 +69,7 @@ LOOPS: dict[str, tuple[Backward, dict[str, Any]]] = {
     "clipped": (_clipped, {}),
     "int8_wire": (_once, {"wire_dtype": "int8"}),
     "no_warm_start": (_once, {"warm_start": False}),
-    "float16_residual": (_once, {"residual_dtype": "float16"}),
+    "bfloat16_residual": (_once, {"residual_dtype": "bfloat16"}),
 }
 
 
@@ -113,9 +113,9 @@ def test_what_is_discarded_leaves_nothing_and_what_is_late_is_not_lost(
             compression.step_skipped()
             compression.step_skipped()  # a second call changes nothing
         ledger.add(outputs if choice == "apply" else {}, means)
-    # Each of some ten steps rounds M to 11 bits.
-    rounded = name == "float16_residual"
-    ledger.check(compression, 10 * 2**-11 if rounded else TOLERANCE[torch.float32])
+    # Each of some ten steps rounds M to 8 bits.
+    rounded = name == "bfloat16_residual"
+    ledger.check(compression, 10 * 2**-8 if rounded else TOLERANCE[torch.float32])
 
 
 @on_ranks(2)

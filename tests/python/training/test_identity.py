@@ -41,7 +41,7 @@ from support.synthetic import (
 
 STEPS = 12
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
-WIRES = ("bfloat16", "float16", "int8", "int4")
+WIRES = ("bfloat16", "int8", "int4")
 # The raw segment of this shape is so large that three ranks or more do not gather its payload.
 WITH_LARGE = {**SHAPES, "large": (70_000,)}
 
@@ -106,8 +106,6 @@ def test_a_wire_that_rounds_loses_nothing(
 @pytest.mark.parametrize(
     ("dtype", "wire"),
     [
-        (torch.float64, None),
-        (torch.float64, "int8"),
         (torch.bfloat16, None),
         (torch.bfloat16, "int8"),
         (torch.float16, None),

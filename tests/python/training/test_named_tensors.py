@@ -51,7 +51,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "complex": (20, 24),
 }
 DTYPES = {"double": torch.float64, "half": torch.bfloat16, "complex": torch.complex64}
-RAW = {"bias", "scalar", "empty"}
+RAW = {"bias", "scalar", "empty", "double"}
 # Each output in bfloat16 is rounded once, as in test_identity.
 TOLERANCES = {
     "double": TOLERANCE[torch.float64],

@@ -190,8 +190,8 @@ def _unfrozen_and_wrapped_anew() -> None:
 def _converted_and_wrapped_anew() -> None:
     old = _attached(_net())
     _train(old, _sgd(old), 2)
-    new = _attached(old.module.double())
-    _train(lambda x: new(x.double()), _sgd(new))
+    new = _attached(old.module.to(torch.bfloat16))
+    _train(lambda x: new(x.bfloat16()), _sgd(new))
 
 
 def _converted_and_trained_alone() -> None:

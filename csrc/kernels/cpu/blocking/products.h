@@ -20,16 +20,19 @@ enum class Rounding { kFastest, kReproducible };
 
 template <Rounding kRounding, class V>
 inline V add_product(V sum, V a, V b) {
-  if constexpr (kRounding == Rounding::kReproducible) return multiply_add_reproducibly(a, b, sum);
-  return multiply_add(a, b, sum);
+  if constexpr (kRounding == Rounding::kReproducible) {
+    return multiply_add_reproducibly(a, b, sum);
+  } else {
+    return multiply_add(a, b, sum);
+  }
 }
 
 // Part of a [rank, cols] factor, its rows kBlockStride apart. Rows that are never packed are 0.
-template <class F, int64_t kCapacity = kPackedRank>
+template <int64_t kCapacity = kPackedRank>
 class PackedFactor {
  public:
   PackedFactor(const void* factor, int64_t factor_stride)
-      : factor_(static_cast<const F*>(factor)), factor_stride_(factor_stride) {}
+      : factor_(static_cast<const float*>(factor)), factor_stride_(factor_stride) {}
 
   // Holds rows [k, k + count) x columns [col, col + cols) from now on.
   void pack(int64_t k, int64_t count, int64_t col, int64_t cols) {
@@ -37,19 +40,19 @@ class PackedFactor {
     k_ = k;
     col_ = col;
     for (int64_t i = 0; i < count; ++i) {
-      F* row = data_ + i * kBlockStride;
-      const F* source = factor_ + (k + i) * factor_stride_ + col;
-      for_each_vector<F>(
+      float* row = data_ + i * kBlockStride;
+      const float* source = factor_ + (k + i) * factor_stride_ + col;
+      for_each_vector(
           cols, [&](int64_t j, int64_t size) { store(row + j, load_first(source + j, size)); });
-      std::fill(row + round_up(cols, kLanes<F>), row + round_up(cols, kPad), F{0});
+      std::fill(row + round_up(cols, kLanes<float>), row + round_up(cols, kPad), 0.0f);
     }
   }
 
-  const F* data() const { return data_; }
+  const float* data() const { return data_; }
 
  private:
-  alignas(64) F data_[kCapacity * kBlockStride] = {};
-  const F* factor_;
+  alignas(64) float data_[kCapacity * kBlockStride] = {};
+  const float* factor_;
   int64_t factor_stride_;
   int64_t k_ = -1;
   int64_t col_ = -1;
@@ -57,12 +60,11 @@ class PackedFactor {
 
 // Packs the first `count` columns of up to kRows rows of a row-major matrix, as [count, kRows],
 // times `scale`.
-template <class F>
-inline void pack_rows(const F* source, int64_t source_stride, int64_t rows, int64_t count, F scale,
-                      F* packed) {
+inline void pack_rows(const float* source, int64_t source_stride, int64_t rows, int64_t count,
+                      float scale, float* packed) {
   for (int64_t i = 0; i < kRows; ++i) {
     for (int64_t k = 0; k < count; ++k) {
-      packed[k * kRows + i] = i < rows ? scale * source[i * source_stride + k] : F{0};
+      packed[k * kRows + i] = i < rows ? scale * source[i * source_stride + k] : 0;
     }
   }
 }
@@ -121,28 +123,29 @@ struct StoreBlock {
 
   template <int kWidth>
   void put(int64_t i, int64_t j, const Vector<F> (&values)[kWidth]) const {
-    store_all_as<false>(block + i * stride + j, values);
+    POWERSGD_UNROLL
+    for (int w = 0; w < kWidth; ++w) store(block + i * stride + j + w * kLanes<F>, values[w]);
   }
 };
 
-template <int kCount, class F>
-inline void dot_columns(const F* block, const F* right, int64_t cols, int64_t rows, F* sums,
-                        int64_t sums_stride) {
-  Vector<F> sum[kRows * kCount] = {};
-  for (int64_t j = 0; j < cols; j += kLanes<F>) {
-    Vector<F> b[kCount];
+template <int kCount>
+inline void dot_columns(const float* block, const float* right, int64_t cols, int64_t rows,
+                        float* sums, int64_t sums_stride) {
+  Floats sum[kRows * kCount] = {};
+  for (int64_t j = 0; j < cols; j += kLanes<float>) {
+    Floats b[kCount];
     POWERSGD_UNROLL
     for (int k = 0; k < kCount; ++k) b[k] = load(right + k * kBlockStride + j);
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const Vector<F> a = load(block + i * kBlockStride + j);
+      const Floats a = load(block + i * kBlockStride + j);
       POWERSGD_UNROLL
       for (int k = 0; k < kCount; ++k) {
         sum[i * kCount + k] = multiply_add(a, b[k], sum[i * kCount + k]);
       }
     }
   }
-  F lane_sums[kRows * kCount];
+  float lane_sums[kRows * kCount];
   sums_of_lanes<kRows * kCount>(sum, lane_sums);
   for (int64_t i = 0; i < rows; ++i) {
     POWERSGD_UNROLL
@@ -152,9 +155,8 @@ inline void dot_columns(const F* block, const F* right, int64_t cols, int64_t ro
 
 // sums[i, k] += the sum over j of block[i, j] * right[k, j], over `cols` columns, padding included,
 // in the first `rows` of kRows rows.
-template <class F>
-inline void dot(const F* block, const F* right, int64_t cols, int64_t rank, int64_t rows, F* sums,
-                int64_t sums_stride) {
+inline void dot(const float* block, const float* right, int64_t cols, int64_t rank, int64_t rows,
+                float* sums, int64_t sums_stride) {
   constexpr int kMost = kRegisters == 32 ? 4 : 2;
   int64_t k = 0;
   for (; k + kMost <= rank; k += kMost) {

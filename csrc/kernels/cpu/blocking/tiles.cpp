@@ -14,9 +14,8 @@ constexpr int64_t kMinTileRows = 16;
 
 class TileBuilder {
  public:
-  TileBuilder(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-              DType factor_dtype)
-      : matrices_(matrices), raw_(raw), factor_bytes_(size_of(factor_dtype)) {}
+  TileBuilder(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw)
+      : matrices_(matrices), raw_(raw) {}
 
   TileTable build() {
     begin_list(kMatrixTiles);
@@ -105,7 +104,8 @@ class TileBuilder {
     take_slots(static_cast<int64_t>(table_.tiles.size() * sizeof(int32_t)));
     for (const Matrix& matrix : matrices_) {
       const int64_t parts = ceil_div(matrix.rows, back_project_rows(matrix));
-      partial_q_slots_.push_back(take_slots(parts * partial_q_numel(matrix) * factor_bytes_));
+      partial_q_slots_.push_back(
+          take_slots(parts * partial_q_numel(matrix) * int64_t{sizeof(float)}));
     }
     for (size_t i = static_cast<size_t>(table_.list_begin[kBackProjectTiles]);
          i < table_.tiles.size(); ++i) {
@@ -143,7 +143,6 @@ class TileBuilder {
 
   const std::vector<Matrix>& matrices_;
   const std::vector<RawSegment>& raw_;
-  const int64_t factor_bytes_;
   int64_t slots_ = 0;
   std::vector<int32_t> partial_q_slots_;  // by matrix
   TileTable table_;
@@ -151,9 +150,8 @@ class TileBuilder {
 
 }  // namespace
 
-TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-                     DType factor_dtype) {
-  return TileBuilder(matrices, raw, factor_dtype).build();
+TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw) {
+  return TileBuilder(matrices, raw).build();
 }
 
 }  // namespace powersgd::kernels::cpu

@@ -98,8 +98,9 @@ struct OrthogonalizeLayout {
   int64_t bytes() const { return partial(parts) * static_cast<int64_t>(sizeof(double)); }
 };
 
-// Returns the flags of a tile of the lists up to kBackProjectTiles.
-inline int32_t& flags_of(const Bucket& bucket, const Tile& tile) {
+// Returns the flag of a tile of kMatrixTiles or kRawTiles: 1 if project has found an element of the
+// gradient that is not finite.
+inline int32_t& non_finite_flag(const Bucket& bucket, const Tile& tile) {
   return static_cast<int32_t*>(bucket.workspace)[&tile - bucket.tiles];
 }
 

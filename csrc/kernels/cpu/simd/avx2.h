@@ -12,19 +12,15 @@ inline Floats broadcast(float x) { return _mm256_set1_ps(x); }
 inline Doubles broadcast(double x) { return _mm256_set1_pd(x); }
 
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return _mm256_fmadd_pd(a, b, c); }
 inline Floats multiply_add_reproducibly(Floats a, Floats b, Floats c) {
   return _mm256_fmadd_ps(a, b, c);
 }
 inline Doubles multiply_add_reproducibly(Doubles a, Doubles b, Doubles c) { return a * b + c; }
 
 inline Floats greater(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-inline Doubles greater(Doubles a, Doubles b) { return _mm256_max_pd(a, b); }
 inline Floats lesser(Floats a, Floats b) { return _mm256_min_ps(a, b); }
-inline Doubles lesser(Doubles a, Doubles b) { return _mm256_min_pd(a, b); }
 
-template <class V>
-inline V within(V value, V largest) {
+inline Floats within(Floats value, Floats largest) {
   return lesser(greater(value, -largest), largest);
 }
 

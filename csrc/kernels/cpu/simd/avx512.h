@@ -12,24 +12,18 @@ inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
 inline Doubles broadcast(double x) { return _mm512_set1_pd(x); }
 
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, b, c); }
 inline Floats multiply_add_reproducibly(Floats a, Floats b, Floats c) {
   return _mm512_fmadd_ps(a, b, c);
 }
 inline Doubles multiply_add_reproducibly(Doubles a, Doubles b, Doubles c) { return a * b + c; }
 
 inline Floats greater(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-inline Doubles greater(Doubles a, Doubles b) { return _mm512_max_pd(a, b); }
 inline Floats lesser(Floats a, Floats b) { return _mm512_min_ps(a, b); }
-inline Doubles lesser(Doubles a, Doubles b) { return _mm512_min_pd(a, b); }
 
 // The lesser of both in magnitude, with the sign of the first.
 constexpr int kLesserMagnitude = 2;
 inline Floats within(Floats value, Floats largest) {
   return _mm512_range_ps(value, largest, kLesserMagnitude);
-}
-inline Doubles within(Doubles value, Doubles largest) {
-  return _mm512_range_pd(value, largest, kLesserMagnitude);
 }
 
 inline Words widened(HalfWords half_words) {

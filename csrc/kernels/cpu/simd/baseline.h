@@ -9,18 +9,15 @@
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // By std::fma of each lane, which is slow where the CPU has no FMA.
-template <class V>
-inline V fused_multiply_add(V a, V b, V c) {
-  V sum;
-  constexpr int kCount = sizeof(V) / sizeof(sum[0]);
+inline Floats fused_multiply_add(Floats a, Floats b, Floats c) {
+  Floats sum;
   POWERSGD_UNROLL
-  for (int i = 0; i < kCount; ++i) sum[i] = std::fma(a[i], b[i], c[i]);
+  for (int i = 0; i < kLanes<float>; ++i) sum[i] = std::fma(a[i], b[i], c[i]);
   return sum;
 }
 
-template <class V>
-inline V multiply_add(V a, V b, V c) {
-#if defined(__FP_FAST_FMAF) && defined(__FP_FAST_FMA)
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__FP_FAST_FMAF)
   return fused_multiply_add(a, b, c);
 #else
   return a * b + c;
@@ -32,16 +29,9 @@ inline Floats multiply_add_reproducibly(Floats a, Floats b, Floats c) {
 }
 inline Doubles multiply_add_reproducibly(Doubles a, Doubles b, Doubles c) { return a * b + c; }
 
-template <class V>
-inline V greater(V a, V b) {
-  return a > b ? a : b;
-}
-template <class V>
-inline V lesser(V a, V b) {
-  return a < b ? a : b;
-}
-template <class V>
-inline V within(V value, V largest) {
+inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats lesser(Floats a, Floats b) { return a < b ? a : b; }
+inline Floats within(Floats value, Floats largest) {
   return lesser(greater(value, -largest), largest);
 }
 

@@ -11,13 +11,9 @@
 #include "kernels/cpu/simd/storage.h"
 #include "kernels/cpu/simd/vector.h"
 
-// Conversion between storage types and the type that kernels compute in. Rounding is to nearest
+// Conversion between storage types and float, in which kernels compute. Rounding is to nearest
 // even, so that every target gives the same bits, NaN aside.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
-
-// One vector of the compute type of a storage type.
-template <class Storage>
-using Computed = Vector<ComputeOf<Storage>>;
 
 inline HalfWords load_half_words(const void* source) {
   return *static_cast<const VectorOf<uint16_t, kVectorBytes / 2>::Unaligned*>(source);
@@ -34,9 +30,9 @@ inline Words rounded_to_bfloat16(Floats value) {
   return bits + 0x7FFFu + ((bits >> 16) & 1u);
 }
 
-// Returns one vector of the compute type from as many stored elements.
+// Returns one vector of floats from as many stored elements.
 template <class Storage>
-inline Computed<Storage> load_as(const Storage* source) {
+inline Floats load_as(const Storage* source) {
   if constexpr (std::is_same_v<Storage, BFloat16>) {
     return bits_as<Floats>(widened(load_half_words(source)) << 16);
   } else if constexpr (std::is_same_v<Storage, Half>) {
@@ -46,9 +42,9 @@ inline Computed<Storage> load_as(const Storage* source) {
   }
 }
 
-// Stores a vector of the compute type, and returns it as it was stored.
+// Stores a vector, and returns it as it was stored.
 template <class Storage>
-inline Computed<Storage> store_rounded(Storage* target, Computed<Storage> value) {
+inline Floats store_rounded(Storage* target, Floats value) {
   if constexpr (std::is_same_v<Storage, BFloat16>) {
     const Words rounded = rounded_to_bfloat16(value);
     store_half_words(target, narrowed(rounded >> 16));
@@ -83,8 +79,8 @@ inline void store_converted(void* target, V value) {
 // store_rounded of several vectors, past the caches if kNontemporal. Narrowing two vectors of
 // bfloat16 together costs half as much as one by one.
 template <bool kNontemporal, class Storage, int kCount>
-inline void store_all_as(Storage* target, const Computed<Storage> (&values)[kCount]) {
-  constexpr int64_t kLane = kLanes<ComputeOf<Storage>>;
+inline void store_all_as(Storage* target, const Floats (&values)[kCount]) {
+  constexpr int64_t kLane = kLanes<float>;
   if constexpr (std::is_same_v<Storage, BFloat16> && kCount % 2 == 0) {
     constexpr std::make_index_sequence<2 * static_cast<size_t>(kLane)> kAllLanes;
     POWERSGD_UNROLL
@@ -96,7 +92,7 @@ inline void store_all_as(Storage* target, const Computed<Storage> (&values)[kCou
   } else {
     POWERSGD_UNROLL
     for (int i = 0; i < kCount; ++i) {
-      if constexpr (std::is_same_v<Storage, ComputeOf<Storage>>) {
+      if constexpr (std::is_same_v<Storage, float>) {
         store_converted<kNontemporal>(target + i * kLane, values[i]);
       } else if constexpr (std::is_same_v<Storage, Half>) {
         store_converted<kNontemporal>(target + i * kLane, to_half(values[i]));
@@ -111,9 +107,9 @@ inline void store_all_as(Storage* target, const Computed<Storage> (&values)[kCou
 // Calls body(j, count) for each vector of [0, size): count elements from j on. Except for the last
 // one, which may be incomplete, count is a constant once all is inlined, and the slow case is gone.
 // kTurn vectors share the instructions of the loop itself.
-template <class F, int kTurn = 1, class Body>
+template <int kTurn = 1, class Body>
 inline void for_each_vector(int64_t size, const Body& body) {
-  constexpr int64_t kLane = kLanes<F>;
+  constexpr int64_t kLane = kLanes<float>;
   int64_t j = 0;
   for (; j + kTurn * kLane <= size; j += kTurn * kLane) {
     POWERSGD_UNROLL
@@ -127,8 +123,8 @@ inline void for_each_vector(int64_t size, const Body& body) {
 
 // load_as of the first `count` elements, followed by zeros.
 template <class Storage>
-inline Computed<Storage> load_first(const Storage* source, int64_t count) {
-  constexpr int64_t kLane = kLanes<ComputeOf<Storage>>;
+inline Floats load_first(const Storage* source, int64_t count) {
+  constexpr int64_t kLane = kLanes<float>;
   if (count == kLane) return load_as(source);
   Storage padded[kLane] = {};
   std::copy_n(source, count, padded);
@@ -137,38 +133,35 @@ inline Computed<Storage> load_first(const Storage* source, int64_t count) {
 
 // store_rounded of the first `count` elements.
 template <class Storage>
-inline Computed<Storage> store_first(Storage* target, int64_t count, Computed<Storage> value) {
-  constexpr int64_t kLane = kLanes<ComputeOf<Storage>>;
+inline Floats store_first(Storage* target, int64_t count, Floats value) {
+  constexpr int64_t kLane = kLanes<float>;
   if (count == kLane) return store_rounded(target, value);
   Storage converted[kLane];
-  const Computed<Storage> stored = store_rounded(converted, value);
+  const Floats stored = store_rounded(converted, value);
   std::copy_n(converted, count, target);
   return stored;
 }
 
-// Returns one vector of doubles from as many elements of a factor.
-template <class F>
-inline Doubles load_double(const F* source) {
-  using Narrow = typename VectorOf<F, kVectorBytes / sizeof(double) * sizeof(F)>::Unaligned;
-  return __builtin_convertvector(*reinterpret_cast<const Narrow*>(source), Doubles);
+// As many floats as Doubles has lanes.
+using HalfFloats = VectorOf<float, kVectorBytes / 2>::Unaligned;
+
+inline Doubles load_double(const float* source) {
+  return __builtin_convertvector(*reinterpret_cast<const HalfFloats*>(source), Doubles);
 }
 
-template <class F>
-inline void store_double(F* target, Doubles value) {
-  using Narrow = typename VectorOf<F, kVectorBytes / sizeof(double) * sizeof(F)>::Unaligned;
-  *reinterpret_cast<Narrow*>(target) = __builtin_convertvector(value, Narrow);
+inline void store_double(float* target, Doubles value) {
+  *reinterpret_cast<HalfFloats*>(target) = __builtin_convertvector(value, HalfFloats);
 }
 
 // Returns the values, with 0 instead of non-finite ones.
-template <class V>
-inline V finite_or_zero(V value) {
-  const V zero = {};
+inline Floats finite_or_zero(Floats value) {
+  const Floats zero = {};
   return value - value == zero ? value : zero;
 }
 
 // Returns values of at most kLargest<Storage> in magnitude. None may be NaN.
 template <class Storage>
-inline Computed<Storage> clamped_to(Computed<Storage> value) {
+inline Floats clamped_to(Floats value) {
   return within(value, broadcast(kLargest<Storage>));
 }
 

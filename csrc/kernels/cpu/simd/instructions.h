@@ -14,7 +14,8 @@
 //                                          an address that is aligned to it
 //   nontemporal_fence()                    lets other threads read what was stored so
 //
-// multiply_add_reproducibly rounds floats once and doubles twice.
+// broadcast and multiply_add_reproducibly take doubles too. The latter rounds floats once and
+// doubles twice.
 #if POWERSGD_VECTOR_BYTES == 64
 #include "kernels/cpu/simd/avx512.h"
 #elif POWERSGD_VECTOR_BYTES == 32

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 #include <utility>
 
 #include "kernels/cpu/simd/vector.h"
@@ -21,32 +20,32 @@ constexpr int merged_lane(int lane, int lanes, int parts) {
   return (item < items ? item * parts : lanes + (item - items) * parts) + lane % half;
 }
 
-template <class Mask, int kParts, class V, size_t... kLane>
-inline V merge(V a, V b, std::index_sequence<kLane...>) {
+template <int kParts, size_t... kLane>
+inline Floats merge(Floats a, Floats b, std::index_sequence<kLane...>) {
+  using Mask = Vector<int32_t>;
   constexpr int kCount = sizeof...(kLane);
-  const V first = POWERSGD_SHUFFLE(Mask, a, b, merged_lane(kLane, kCount, kParts)...);
-  const V second =
+  const Floats first = POWERSGD_SHUFFLE(Mask, a, b, merged_lane(kLane, kCount, kParts)...);
+  const Floats second =
       POWERSGD_SHUFFLE(Mask, a, b, (merged_lane(kLane, kCount, kParts) + kParts / 2)...);
   return first + second;
 }
 
 // Writes the first kItems sums that `vectors` hold in parts.
-template <class F, int kItems, int kCount, int kParts>
-inline void merge_all(const Vector<F>* vectors, F* sums) {
-  using Mask = std::conditional_t<sizeof(F) == 4, Vector<int32_t>, Vector<int64_t>>;
-  constexpr int kLane = static_cast<int>(kLanes<F>);
+template <int kItems, int kCount, int kParts>
+inline void merge_all(const Floats* vectors, float* sums) {
+  constexpr int kLane = static_cast<int>(kLanes<float>);
   constexpr int kNext = (kCount + 1) / 2;
   if constexpr (kParts > 1) {
-    Vector<F> merged[kNext];
+    Floats merged[kNext];
     POWERSGD_UNROLL
     for (int i = 0; i < kNext; ++i) {
       // The last one of an odd count is merged with itself: its sums come first, then once more.
-      merged[i] = merge<Mask, kParts>(vectors[2 * i], vectors[std::min(2 * i + 1, kCount - 1)],
-                                      std::make_index_sequence<kLane>());
+      merged[i] = merge<kParts>(vectors[2 * i], vectors[std::min(2 * i + 1, kCount - 1)],
+                                std::make_index_sequence<kLane>());
     }
-    merge_all<F, kItems, kNext, kParts / 2>(merged, sums);
+    merge_all<kItems, kNext, kParts / 2>(merged, sums);
   } else {
-    F all[kCount * kLane];
+    float all[kCount * kLane];
     POWERSGD_UNROLL
     for (int i = 0; i < kCount; ++i) store(all + i * kLane, vectors[i]);
     std::copy_n(all, kItems, sums);
@@ -54,14 +53,13 @@ inline void merge_all(const Vector<F>* vectors, F* sums) {
 }
 
 // sums[i] = the sum of the lanes of vectors[i].
-template <int kCount, class F>
-inline void sums_of_lanes(const Vector<F>* vectors, F* sums) {
-  merge_all<F, kCount, kCount, static_cast<int>(kLanes<F>)>(vectors, sums);
+template <int kCount>
+inline void sums_of_lanes(const Floats* vectors, float* sums) {
+  merge_all<kCount, kCount, static_cast<int>(kLanes<float>)>(vectors, sums);
 }
 
-template <class F>
-inline F sum_of_lanes(Vector<F> vector) {
-  F sum;
+inline float sum_of_lanes(Floats vector) {
+  float sum;
   sums_of_lanes<1>(&vector, &sum);
   return sum;
 }

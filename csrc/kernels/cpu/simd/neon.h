@@ -9,17 +9,13 @@
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
-inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return vfmaq_f64(c, a, b); }
 inline Floats multiply_add_reproducibly(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 inline Doubles multiply_add_reproducibly(Doubles a, Doubles b, Doubles c) { return a * b + c; }
 
 inline Floats greater(Floats a, Floats b) { return vmaxq_f32(a, b); }
-inline Doubles greater(Doubles a, Doubles b) { return vmaxq_f64(a, b); }
 inline Floats lesser(Floats a, Floats b) { return vminq_f32(a, b); }
-inline Doubles lesser(Doubles a, Doubles b) { return vminq_f64(a, b); }
 
-template <class V>
-inline V within(V value, V largest) {
+inline Floats within(Floats value, Floats largest) {
   return lesser(greater(value, -largest), largest);
 }
 

@@ -28,11 +28,11 @@ TEST(Alignment, OnlyTheGradientIsAccessedByElements) {
     work.matrix.cols = kColumns;
     work.matrix.gradient_offset = shift;
     work.matrix.memory = work.matrix.q_local = work.matrix.q_warm = array;
-    const auto rows = rows_of<kRows, float, float, float>(bucket, work, 0);
+    const auto rows = rows_of<kRows, float, float>(bucket, work, 0);
     EXPECT_EQ(rows.gradient_aligned, shift == 0);
     EXPECT_TRUE(rows.aligned);
     work.matrix.q_warm = array + 1;
-    EXPECT_FALSE((rows_of<kRows, float, float, float>(bucket, work, 0).aligned));
+    EXPECT_FALSE((rows_of<kRows, float, float>(bucket, work, 0).aligned));
   }
 }
 

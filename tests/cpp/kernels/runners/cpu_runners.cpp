@@ -16,9 +16,8 @@ class CpuRunner : public HostMemoryRunner {
   CpuRunner(Isa isa, int threads) : isa_(isa), threads_(threads) {}
 
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                const std::vector<kernels::RawSegment>& raw,
-                                DType factor_dtype) override {
-    return kernels::cpu::make_tiles(matrices, raw, factor_dtype);
+                                const std::vector<kernels::RawSegment>& raw) override {
+    return kernels::cpu::make_tiles(matrices, raw);
   }
 
   void run(Stage stage, const kernels::Bucket& bucket) override {

@@ -56,9 +56,8 @@ class CudaRunner : public StageRunner {
   }
 
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                const std::vector<kernels::RawSegment>& raw,
-                                DType factor_dtype) override {
-    return kernels::cuda::make_tiles(matrices, raw, factor_dtype);
+                                const std::vector<kernels::RawSegment>& raw) override {
+    return kernels::cuda::make_tiles(matrices, raw);
   }
 
   void run(Stage stage, const kernels::Bucket& bucket) override { run_kernel(stage, bucket); }

@@ -14,13 +14,12 @@ class SimtRunner : public HostMemoryRunner {
   explicit SimtRunner(uint64_t seed) : seed_(seed) {}
 
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                const std::vector<kernels::RawSegment>& raw,
-                                DType factor_dtype) override {
-    return kernels::cuda::make_tiles(matrices, raw, factor_dtype);
+                                const std::vector<kernels::RawSegment>& raw) override {
+    return kernels::cuda::make_tiles(matrices, raw);
   }
 
   bool multiplies(const kernels::Bucket& bucket) override {
-    return kernels::cuda::multiplies(bucket);
+    return kernels::cuda::multiplies(bucket.largest_rank);
   }
   void run(Stage stage, const kernels::Bucket& bucket) override { run_kernel(stage, bucket); }
   void run(PacketStage stage, const kernels::Packets& packets) override {

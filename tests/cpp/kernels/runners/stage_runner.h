@@ -35,8 +35,7 @@ class StageRunner {
   virtual void copy_out(void* host, const void* device, size_t bytes) = 0;
 
   virtual kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                        const std::vector<kernels::RawSegment>& raw,
-                                        DType factor_dtype) = 0;
+                                        const std::vector<kernels::RawSegment>& raw) = 0;
 
   // See Stages::multiplies.
   virtual bool multiplies(const kernels::Bucket&) { return true; }

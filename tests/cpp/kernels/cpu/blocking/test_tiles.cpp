@@ -27,7 +27,7 @@ const std::vector<RawSegment> kRaw = {{0, 1, 0}, {1, 0, 1}, {1, 200'000, 1}};
 
 using Range = std::pair<int64_t, int64_t>;  // of bytes of the workspace, or of tiles
 
-class Tiles : public testing::TestWithParam<DType> {
+class Tiles : public testing::Test {
  protected:
   static Matrix matrix(size_t item) { return kMatrices[item]; }
 
@@ -77,13 +77,10 @@ class Tiles : public testing::TestWithParam<DType> {
     }
   }
 
-  const TileTable table_ = make_tiles(kMatrices, kRaw, GetParam());
+  const TileTable table_ = make_tiles(kMatrices, kRaw);
 };
 
-INSTANTIATE_TEST_SUITE_P(Factors, Tiles, testing::Values(DType::kFloat32, DType::kFloat64),
-                         [](const auto& test) { return to_string(test.param); });
-
-TEST_P(Tiles, EveryElementIsInOneTileOfAList) {
+TEST_F(Tiles, EveryElementIsInOneTileOfAList) {
   const auto rows = [](size_t item) { return matrix(item).rows; };
   const auto cols = [](size_t item) { return matrix(item).cols; };
   const auto rank = [](size_t item) { return matrix(item).rank; };
@@ -98,13 +95,12 @@ TEST_P(Tiles, EveryElementIsInOneTileOfAList) {
       [](size_t item) { return kRaw[item].numel; });
 }
 
-TEST_P(Tiles, PartialResultsLieApart) {
-  const int64_t factor_bytes = size_of(GetParam());
+TEST_F(Tiles, PartialResultsLieApart) {
   const int64_t flags =
       table_.list_begin[kBackProjectTiles + 1] * static_cast<int64_t>(sizeof(int32_t));
   const auto partial_q = [&](const Matrix& matrix) {
     const int64_t parts = ceil_div(matrix.rows, back_project_rows(matrix));
-    return parts * partial_q_numel(matrix) * factor_bytes;
+    return parts * partial_q_numel(matrix) * int64_t{sizeof(float)};
   };
   expect_room(kBackProjectTiles, partial_q, {{0, flags}});
   expect_room(kStripTiles, partial_q, {{0, flags}});
@@ -116,7 +112,7 @@ TEST_P(Tiles, PartialResultsLieApart) {
 }
 
 // A strip sums the partial q that the tiles of back_project have put into the slot of its matrix.
-TEST_P(Tiles, AStripHasTheSlotOfItsMatrixsPartialQ) {
+TEST_F(Tiles, AStripHasTheSlotOfItsMatrixsPartialQ) {
   for (const Tile& strip : list(kStripTiles)) {
     for (const Tile& tile : list(kBackProjectTiles)) {
       EXPECT_EQ(tile.item == strip.item, tile.slot == strip.slot);
@@ -124,7 +120,7 @@ TEST_P(Tiles, AStripHasTheSlotOfItsMatrixsPartialQ) {
   }
 }
 
-TEST_P(Tiles, EveryRowOfQHasASlot) {
+TEST_F(Tiles, EveryRowOfQHasASlot) {
   const std::vector<Tile> rows = list(kFactorRowTiles);
   std::set<int32_t> slots;
   for (const Tile& row : rows) slots.insert(row.slot);

@@ -16,8 +16,8 @@ inline Status takes_bfloat16_products(const Bucket& bucket, bool* takes) {
 
 inline uint32_t pack_bfloat16(float first, float second) {
   const auto bits = [](float value) {
-    const float limit = largest<uint16_t>(DType::kBFloat16);
-    return uint32_t{float_to_bfloat16(std::isnan(value) ? value : clamp_to(value, limit))};
+    if (!std::isnan(value)) value = clamp_to(value, kLargestBfloat16);
+    return uint32_t{float_to_bfloat16(value)};
   };
   return bits(first) | bits(second) << 16;
 }

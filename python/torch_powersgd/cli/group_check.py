@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks that hosts can train together: they connect to each other and take a compressed step."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_powersgd.attach import attach
+from torch_powersgd.cli.processes import delay_of, slowest
+from torch_powersgd.group_backends import BACKENDS
+from torch_powersgd.scope import scope
+from torch_powersgd.units import ms_text
+
+CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 60.0
+ANSWER = timedelta(seconds=ANSWER_SECONDS)
+SMALLEST, LARGEST = 1 << 12, 1 << 24  # elements whose sum measures the bandwidth
+LONG_ENOUGH = 1.0  # seconds of such a sum
+FAR_SECONDS = 0.02  # of a round trip
+
+Address = tuple[str, int]
+Rows = list[tuple[str, str]]
+Found = tuple[list[str], Rows]  # the problems, and what was measured
+
+
+def check(master: Address, count: int, seconds: float) -> Found:
+    """Waits for ``count`` hosts and checks their group. The one at the address has the store."""
+    first, where = False, f"{master[0]} port {master[1]}"
+    print(f"Waiting for {count} hosts at {where} ({seconds:g} seconds at most).", flush=True)
+    try:
+        socket.create_server(master).close()
+        first = True
+    except OSError:  # The address is another host's.
+        if why := _unreachable(master, seconds):
+            remedy = f"Run this on {master[0]} too, and open TCP port {master[1]} there"
+            return [f"{where} cannot be reached: {why}. {remedy}."], []
+    try:
+        store = dist.TCPStore(*master, None, first, ANSWER, wait_for_workers=False)
+        meeting = _Meeting(store, store.add("number", 1) - 1, count)
+        found = _check(meeting, where, seconds)
+        store.set(f"done/{meeting.number}", "0")
+        if first:  # It has the store.
+            meeting.tell("done", 0, CONNECT_SECONDS)
+        return found
+    except (RuntimeError, ValueError) as error:
+        what = str(error).splitlines()[0].rstrip(".?")
+        return [f"The group that met at {where} failed: {what}. See what the others say."], []
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Hosts that talk through a store."""
+
+    store: dist.Store
+    number: int
+    count: int
+
+    def tell(self, what: str, mine: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
+        """Returns what each host tells, without those that don't within so many seconds."""
+        self.store.set(f"{what}/{self.number}", json.dumps(mine))
+        keys, end = [f"{what}/{i}" for i in range(self.count)], time.monotonic() + seconds
+        while not self.store.check(keys) and time.monotonic() < end:
+            time.sleep(0.1)
+        return [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+
+
+def _check(meeting: _Meeting, where: str, seconds: float) -> Found:
+    me = socket.gethostname()
+    with gloo_listening() as addresses:
+        hosts = meeting.tell("host", (me, addresses), seconds)
+        names = [name for name, _ in hosts]
+        if len(hosts) < meeting.count:
+            came = f"Only {len(hosts)} of {meeting.count} hosts came to {where}: {', '.join(names)}"
+            return [f"{came}. Run this on the others too, and see what they say."], []
+        others = hosts[: meeting.number] + hosts[meeting.number + 1 :]
+        mine = [problem for other in others for problem in _blocked(me, *other)]
+        problems = [problem for each in meeting.tell("blocked", mine) for problem in each]
+    return problems, [] if problems else _measured(meeting, names)
+
+
+@contextlib.contextmanager
+def gloo_listening() -> Iterator[list[Address]]:
+    """The addresses that Gloo chooses to listen on. It does so in the context."""
+    before = _listening()
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, ANSWER)
+    yield sorted(_listening() - before)
+    del group
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _listening() -> set[Address]:
+    """The addresses that this process listens on, whoever chose them."""
+    found = set()
+    for file in Path("/proc/self/fd").iterdir():
+        if file.is_socket():
+            with socket.socket(fileno=os.dup(int(file.name))) as copy:
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(copy.getsockname()[:2])
+    return found
+
+
+def _unreachable(address: Address, seconds: float = 0.0) -> str:
+    """Why an address cannot be reached within so many seconds, or nothing."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(address, CONNECT_SECONDS).close()
+            return ""
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or time.monotonic() > end:
+                return error.strerror or str(error)
+        time.sleep(0.5)
+
+
+def _blocked(me: str, name: str, listens: list[Address]) -> Iterator[str]:
+    """The problems on the way to the addresses where Gloo listens on another host."""
+    for address, port in listens:
+        if why := _unreachable((address, port)):
+            remedy = f"Open the TCP ports of {name} to {me}"
+            if is_loopback(address):
+                remedy = f"On {name}, set GLOO_SOCKET_IFNAME to the interface between them"
+            yield f"{me} cannot reach {name} at {address} port {port}: {why}. {remedy}."
+
+
+def _measured(meeting: _Meeting, names: list[str]) -> Rows:
+    """Makes the group as a training does, takes a compressed step, and measures the network."""
+    cpu, store = torch.device("cpu"), dist.PrefixStore("group", meeting.store)
+    place: dict[str, Any] = {"rank": meeting.number, "world_size": meeting.count}
+    dist.init_process_group(BACKENDS["cpu"], timeout=ANSWER, store=store, **place)
+    try:
+        gradient = {"gradient": torch.randn(512, 512)}
+        attach(gradient, {"start_powerSGD_iter": 0}).all_reduce(gradient).wait()
+        round_trip, elements, seconds = 2 * delay_of(cpu), SMALLEST, 0.0
+        while seconds < LONG_ENOUGH and elements < LARGEST:
+            elements *= 4
+            begin = time.perf_counter()
+            with scope("never"):
+                dist.all_reduce(torch.zeros(elements))
+            [seconds] = slowest([time.perf_counter() - begin], cpu)
+    finally:
+        dist.destroy_process_group()
+    bits = 32 * elements * 2 * (1 - 1 / meeting.count)  # that each host sends, and receives
+    far = ", for which each compressed step waits (docs/local-steps.md)"
+    return [
+        ("hosts", ", ".join(names)),
+        ("round trip", f"{ms_text(round_trip)} ms{far if round_trip > FAR_SECONDS else ''}"),
+        ("bandwidth", f"{1e-6 * bits / seconds:.1f} Mbit/s in each direction at once"),
+    ]

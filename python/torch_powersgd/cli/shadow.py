@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchrun ... -m torch_powersgd shadow``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_powersgd.cli.arguments import (
+    add_device,
+    add_model,
+    add_ranks,
+    callable_of,
+    count,
+    make_model,
+)
+from torch_powersgd.cli.processes import SharedError, joined, on_every_process
+from torch_powersgd.cli.tables import Report, progress, say
+from torch_powersgd.shadow_mode import RANKS, STEPS, Shadow, shadow
+
+WARMUP_STEPS = 100
+LARGE = 0.1  # error above which the loss is likely to suffer
+STEP_FORM = "def train_step(model): ...; optimizer.step()"
+
+SHADOW = """\
+Measures the error that compression would make, on copies of the gradients: training stays exact.
+Start it with torchrun. Set --warmup-steps to at least the learning rate's warm-up, because the
+gradients differ from later ones until then.
+"""
+EXAMPLE = """\
+example, in mymodels.py:
+  def make_model():
+      global optimizer
+      model = MyModel()
+      optimizer = torch.optim.AdamW(model.parameters())
+      return model
+  def train_step(model):
+      optimizer.zero_grad()
+      model(BATCH).mean().backward()
+      optimizer.step()
+
+  torchrun --nproc_per_node 2 -m torch_powersgd shadow mymodels:make_model \\
+      --step mymodels:train_step
+"""
+
+
+def add(commands: Any) -> None:
+    command = commands.add_parser(
+        "shadow",
+        help="measure, under torchrun, the error that compression would make",
+        description=SHADOW,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "--step", required=True, metavar="MODULE:FUNCTION",
+        help="function that takes the model, wrapped in DDP and on the device to train on, and "
+        f"runs a whole training step, as in '{STEP_FORM}'",
+    )  # fmt: skip
+    add_ranks(command, RANKS)
+    command.add_argument(
+        "--warmup-steps", type=count, default=WARMUP_STEPS, metavar="N",
+        help="steps to train before measuring (%(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--steps", type=count, default=STEPS, metavar="N", help="steps to measure (%(default)s)"
+    )
+    command.add_argument(
+        "--find-unused-parameters", action="store_true",
+        help="if some parameters get no gradient in some steps, as DDP's argument of that name",
+    )  # fmt: skip
+    add_device(command)
+    add_model(command)
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # The verdict says it all.
+    with joined("shadow", arguments.device) as device:
+        model, step = on_every_process(lambda: _job_of(arguments, device))
+        first = torch.distributed.get_rank() == 0
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        ddp = DistributedDataParallel(
+            model, find_unused_parameters=arguments.find_unused_parameters
+        )
+        with progress("training", shown=first) as report:
+            _train(ddp, step, arguments.warmup_steps, report)
+        trained = not all(map(torch.equal, before, model.parameters()))
+        measured = shadow(ddp, sorted(set(arguments.ranks)), arguments.steps)
+        with progress("measuring", shown=first) as report:
+            _train(ddp, step, arguments.steps, report)
+        if not measured.done:
+            raise SharedError(f"{arguments.step} must call backward() each time, but {measured}")
+        if first:
+            say(verdict(measured))
+            if not trained:
+                say(
+                    f"{arguments.step} changed no parameter, so these are the errors of a model "
+                    "that is not trained: call optimizer.step() in it."
+                )
+            print()
+            say(str(measured))
+    return 0
+
+
+def verdict(measured: Shadow) -> str:
+    """Returns the lowest matrix rank with a small error, in words."""
+    errors = {
+        rank: measured.error(rank)
+        for rank in measured.ranks
+        if any(layer.rank for layer in measured.layers[rank])
+    }
+    if not errors:
+        return "Nothing is compressed at these matrix ranks. Try lower --ranks."
+    small = [rank for rank, error in errors.items() if error < LARGE]
+    if small:
+        return (
+            f"Matrix rank {small[0]} is enough: the error of the gradients is "
+            f"{errors[small[0]]:.2f}, and below {LARGE:g} the loss hardly suffers."
+        )
+    rank = max(errors)
+    return (
+        f"No matrix rank up to {rank} is enough: at {rank}, the error of the gradients is "
+        f"{errors[rank]:.2f}, and above {LARGE:g} the loss is likely to suffer. Try higher --ranks."
+    )
+
+
+def _job_of(
+    arguments: argparse.Namespace, device: torch.device
+) -> tuple[torch.nn.Module, Callable[..., Any]]:
+    step = callable_of(arguments.step, "MODULE:FUNCTION", STEP_FORM, "model")
+    return make_model(arguments.model).to(device), step
+
+
+def _train(
+    ddp: DistributedDataParallel, step: Callable[..., Any], steps: int, report: Report
+) -> None:
+    for done in range(1, steps + 1):
+        step(ddp)
+        report(done, steps)
