@@ -177,8 +177,8 @@ def verify(
     found = sum_of(name, part, fields)
     if key in part and (type(part[key]) is not int or part[key] != found):
         raise ValueError(
-            f"{named(place)} does not match its {key}: the file is damaged, or the state was "
-            f"edited after it was saved. To load an edited state, delete that {key}"
+            f"{named(place)} does not match its crc32: the file is damaged, or the state was "
+            f"edited after it was saved. To load an edited state, delete its {key!r}"
         )
     return found
 

@@ -38,6 +38,7 @@ Found = tuple[list[str], Rows]  # the problems, and what was measured
 def check(master: Address, count: int, seconds: float) -> Found:
     """Waits for ``count`` hosts and checks their group. The one at the address has the store."""
     first, where = False, f"{master[0]} port {master[1]}"
+    print(f"Waiting for {count} hosts at {where} ({seconds:g} seconds at most).", flush=True)
     try:
         socket.create_server(master).close()
         first = True

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from datetime import timedelta
 
 import pytest
 from launcher.hosts import Hosts
@@ -33,7 +33,10 @@ def _doctor(rank: int, port: int, environment: dict[str, str]) -> tuple[object, 
 def test_two_processes_train() -> None:
     port = launch.free_port()
     for status, said in ranks.run(2, _doctor, port, {"GLOO_SOCKET_IFNAME": "lo"}, backend=None):
-        assert said.startswith("These hosts can train together. network hosts ")
+        assert said.startswith(
+            f"Waiting for 2 hosts at 127.0.0.1 port {port} (300 seconds at most)."
+        )
+        assert "These hosts can train together. network hosts " in said
         assert " ms bandwidth " in said
         assert status == 0
 
@@ -61,7 +64,7 @@ def test_a_host_that_listens_where_no_other_reaches_it() -> None:
         assert ": Connection refused. On " in first
         assert ", set GLOO_SOCKET_IFNAME to the interface between them. 2. " in first
         for said in _doctors_on(hosts, GLOO_SOCKET_IFNAME="eth0"):
-            assert said.startswith("These hosts can train together.")
+            assert "These hosts can train together." in said
 
 
 def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,13 +76,20 @@ def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not rows
 
 
-def test_a_group_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no device\nframe #0")
+def _hang_up(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # It is closed at the end.
+        while True:
+            server.accept()[0].close()
 
-    monkeypatch.setattr(group_check, "_check", fail)
-    (problem,), _ = group_check.check(("127.0.0.1", launch.free_port()), 1, 0.1)
-    assert "failed: no device. See what the others say." in problem
+
+def test_another_program_at_the_port_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_check, "ANSWER", timedelta(seconds=0.3))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=_hang_up, args=(server,), daemon=True).start()
+        address = server.getsockname()
+        (problem,), _ = group_check.check(address, 2, 0.1)
+    assert problem.startswith(f"The group that met at 127.0.0.1 port {address[1]} failed: ")
+    assert problem.endswith(". See what the others say.")
 
 
 def test_a_master_without_an_address() -> None:
