@@ -53,7 +53,7 @@ def spills(log: str) -> list[str]:
             faults.append(f"{name}: {local} bytes of local memory on sm_{architecture}")
     print("registers and bytes of local memory, for each architecture")
     for name, cells in sorted(rows.items()):
-        print(name.ljust(60), *(f"{each}: {cells[each]}".ljust(14) for each in cells))
+        print(name.ljust(66), *(f"{each}: {cells[each]}".ljust(14) for each in cells))
     return faults if rows else ["nvcc has compiled no kernel"]
 
 
