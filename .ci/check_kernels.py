@@ -53,7 +53,7 @@ def spills(log: str) -> list[str]:
             faults.append(f"{name}: {local} bytes of local memory on sm_{architecture}")
     print("registers and bytes of local memory, for each architecture")
     for name, cells in sorted(rows.items()):
-        print(name.ljust(60), *(f"{each}: {cells[each]}".ljust(14) for each in cells))
+        print(name.ljust(66), *(f"{each}: {cells[each]}".ljust(14) for each in cells))
     return faults if rows else ["nvcc has compiled no kernel"]
 
 
@@ -105,9 +105,9 @@ def early_accesses(kernel: Kernel) -> Iterator[str]:
         return
     early = kernel.before("griddepcontrol.wait")
     for each in early:
-        if re.search(r"\b(st|atom|red)\.(?!shared)", each):
+        if re.search(r"\b(st|atom|red)\b(?!\S*\.shared)", each):
             yield f"before the wait for its predecessor: {each}"
-    loads = [each for each in early if re.search(r"\bld\.(?!shared|param|global\.cs)", each)]
+    loads = [each for each in early if re.search(r"\bld\b(?!\S*\.(shared|param|cs)\b)", each)]
     if len(loads) > EARLY_LOADS[kernel.family]:
         yield f"{len(loads)} loads before the wait for its predecessor: {loads[-1]} ..."
 

@@ -39,7 +39,7 @@ WAIT = ["griddepcontrol.wait;", "ld.global.f32 %f1, [%rd1];", "$L3:", "ret;"]
 @pytest.mark.parametrize(
     ("code", "fault"),
     [
-        ([*EARLY, *WAIT], ""),
+        ([*EARLY, "st.volatile.shared.u32 [x], %r1;", "ld.global.cs.f32 %f1, [%rd1];", *WAIT], ""),
         ([*EARLY, "$L3:"], "it does not wait for its predecessor"),
         ([*EARLY, EARLY[0], *WAIT], "4 loads before the wait"),
         ([*EARLY, "st.global.u32 [%rd1], %r1;", *WAIT], "before the wait for its predecessor: st."),
