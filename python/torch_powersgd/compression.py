@@ -53,6 +53,7 @@ class Compression(Stateful):
 
     @property
     def group(self) -> dist.ProcessGroup:
+        """The group that it averages over."""
         return self.attachment.group
 
     @property
