@@ -42,7 +42,7 @@ __device__ __forceinline__ bool sends_zeros(const Bucket& bucket, const Matrix& 
   return bucket.state->skipped != 0 || out_of_use(bucket, matrix);
 }
 
-__device__ void send_zeros(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
+__device__ inline void send_zeros(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
   if (tile.part != 0) return;
   float* const payload = q_payload(bucket);
   for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {

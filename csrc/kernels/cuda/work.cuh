@@ -67,7 +67,7 @@ __device__ __forceinline__ void add_flag(const Bucket& bucket, const Work& work)
 
 // Takes the flags of all blocks, writes what they say to the P payload alongside the uses, and
 // notes the units of memory. The last block of project calls it.
-__device__ void write_flags(const Bucket& bucket) {
+__device__ inline void write_flags(const Bucket& bucket) {
   float* const p = p_payload(bucket);
   int32_t found = 0;
   for (int item = threadIdx.x; item <= bucket.num_matrices; item += kThreads) {
