@@ -38,7 +38,7 @@ from setup_support import metadata, toolkit  # noqa: E402
 from setup_support.progress import short_commands  # noqa: E402
 from setup_support.together import WITH_TORCH, compiled_together, hash_of_kernels  # noqa: E402
 
-WITHOUT_TORCH = ["plan", "kernels/cpu", "kernels/shared"]
+WITHOUT_TORCH = ["core", "kernels/cpu", "kernels/shared"]
 CUDA_CHOICE = os.environ.get("POWERSGD_BUILD_CUDA", "")
 CUDA_HOME = cpp_extension.CUDA_HOME
 VERSION = runpy.run_path(str(ROOT / "python" / "torch_powersgd" / "_version.py"))["__version__"]

@@ -27,7 +27,7 @@ sys.path.append(str(ROOT))
 from setup_support.together import WITH_TORCH, include_all  # noqa: E402
 
 BUILD = ROOT / "build" / "tidy"
-WITHOUT_TORCH = ("kernels", "plan")
+WITHOUT_TORCH = ("core", "kernels")
 # The macros that setup.py and torch's build extension define.
 MACROS = {
     "POWERSGD_TORCH_VERSION": '"0"',

@@ -22,7 +22,7 @@
 #include "kernels/cases.h"
 #include "kernels/device.cuh"
 #include "kernels/record.h"
-#include "powersgd/kernels.h"
+#include "powersgd/kernels/kernels.h"
 
 namespace powersgd::bench {
 namespace {

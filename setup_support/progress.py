@@ -15,7 +15,7 @@ _COMMAND = re.compile(r"^(\[\d+/\d+\]) .* -c '?(.+?)'? -o ")
 
 
 def shortened(line: str, root: Path) -> str:
-    """`[3/45] csrc/plan/plan.cpp` instead of a ninja command. Other lines stay as they are."""
+    """`[3/45] csrc/core/plan.cpp` instead of a ninja command. Other lines stay as they are."""
     match = _COMMAND.match(line)
     if match is None:
         return line

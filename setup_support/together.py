@@ -9,13 +9,13 @@ from pathlib import Path
 
 # The folders of csrc that include torch. The slowest to compile come first, so that none ends
 # last.
-WITH_TORCH = ("bindings", "gradients", "compressor", "forwarding", "engine", "backend")
+WITH_TORCH = ("bindings", "group", "model", "compressor", "engine")
 
 
 def hash_of_kernels(root: Path) -> str:
     """A hash of the sources that decide the bits on which ranks must agree."""
-    interface = [root / "include" / "powersgd" / name for name in ("kernels.h", "packets.h")]
-    files = [*(root / "csrc" / "kernels").rglob("*.*"), *interface]
+    folders = (root / "csrc" / "kernels", root / "include" / "powersgd" / "kernels")
+    files = [file for folder in folders for file in folder.rglob("*.*")]
     contents = b"".join(file.read_bytes() for file in sorted(files))
     return hashlib.sha256(contents).hexdigest()[:8]
 

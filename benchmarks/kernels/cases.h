@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "powersgd/kernels.h"
+#include "powersgd/kernels/kernels.h"
 
 // The cases of bench_kernels.cu, and the arguments that select them.
 namespace powersgd::bench {

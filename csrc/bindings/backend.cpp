@@ -15,10 +15,10 @@
 
 #include "bindings/register.h"
 #include "bindings/stats.h"
-#include "powersgd/backend.h"
-#include "powersgd/interpreter.h"
-#include "powersgd/options.h"
-#include "powersgd/scope_override.h"
+#include "powersgd/core/options.h"
+#include "powersgd/engine/interpreter.h"
+#include "powersgd/group/backend.h"
+#include "powersgd/group/scope_override.h"
 
 namespace py = pybind11;
 

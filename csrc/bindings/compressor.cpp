@@ -9,12 +9,12 @@
 #include <vector>
 
 #include "bindings/register.h"
-#include "powersgd/compressor.h"
-#include "powersgd/dtypes.h"
-#include "powersgd/kernels.h"
-#include "powersgd/options.h"
-#include "powersgd/plan.h"
-#include "powersgd/traffic.h"
+#include "powersgd/compressor/compressor.h"
+#include "powersgd/compressor/dtypes.h"
+#include "powersgd/compressor/traffic.h"
+#include "powersgd/core/options.h"
+#include "powersgd/core/plan.h"
+#include "powersgd/kernels/kernels.h"
 
 namespace py = pybind11;
 

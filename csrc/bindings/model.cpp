@@ -12,14 +12,14 @@
 
 #include "bindings/register.h"
 #include "bindings/stats.h"
-#include "powersgd/backend.h"
-#include "powersgd/bucket_reducer.h"
-#include "powersgd/ddp_hook.h"
-#include "powersgd/model_states.h"
-#include "powersgd/named_tensors.h"
-#include "powersgd/options.h"
-#include "powersgd/outline.h"
-#include "powersgd/reducer_members.h"
+#include "powersgd/core/options.h"
+#include "powersgd/group/backend.h"
+#include "powersgd/model/bucket_reducer.h"
+#include "powersgd/model/ddp_hook.h"
+#include "powersgd/model/model_states.h"
+#include "powersgd/model/named_tensors.h"
+#include "powersgd/model/outline.h"
+#include "powersgd/model/reducer_members.h"
 
 namespace py = pybind11;
 

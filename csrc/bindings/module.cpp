@@ -3,7 +3,7 @@
 
 #include "bindings/gil.h"
 #include "bindings/register.h"
-#include "powersgd/interpreter.h"
+#include "powersgd/engine/interpreter.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace powersgd;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "powersgd/options.h"
+#include "powersgd/core/options.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -8,7 +8,7 @@
 #include <string>
 
 #include "bindings/register.h"
-#include "powersgd/option_table.h"
+#include "powersgd/core/option_table.h"
 
 namespace py = pybind11;
 

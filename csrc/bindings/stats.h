@@ -3,7 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "powersgd/stats.h"
+#include "powersgd/group/stats.h"
 
 namespace powersgd {
 

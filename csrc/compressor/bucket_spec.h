@@ -5,10 +5,10 @@
 
 #include <cstdint>
 
-#include "powersgd/dtypes.h"
-#include "powersgd/options.h"
-#include "powersgd/payload.h"
-#include "powersgd/plan.h"
+#include "powersgd/compressor/dtypes.h"
+#include "powersgd/compressor/payload.h"
+#include "powersgd/core/options.h"
+#include "powersgd/core/plan.h"
 
 namespace powersgd {
 

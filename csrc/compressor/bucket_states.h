@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "compressor/bucket_spec.h"
-#include "powersgd/compressor.h"
-#include "powersgd/parameter_state.h"
+#include "powersgd/compressor/compressor.h"
+#include "powersgd/compressor/parameter_state.h"
 
 namespace powersgd {
 

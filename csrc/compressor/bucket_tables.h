@@ -7,9 +7,9 @@
 
 #include "compressor/bucket_spec.h"
 #include "compressor/payloads.h"
-#include "powersgd/compressor.h"
-#include "powersgd/kernels.h"
-#include "powersgd/workspace.h"
+#include "powersgd/compressor/compressor.h"
+#include "powersgd/compressor/workspace.h"
+#include "powersgd/kernels/kernels.h"
 
 namespace powersgd {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "powersgd/compressor.h"
+#include "powersgd/compressor/compressor.h"
 
 #include <ATen/ATen.h>
 

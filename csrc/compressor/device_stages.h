@@ -5,8 +5,8 @@
 
 #include <vector>
 
-#include "powersgd/kernels.h"
-#include "powersgd/packets.h"
+#include "powersgd/kernels/kernels.h"
+#include "powersgd/kernels/packets.h"
 
 namespace powersgd {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "powersgd/dtypes.h"
+#include "powersgd/compressor/dtypes.h"
 
 #include <c10/util/Exception.h>
 

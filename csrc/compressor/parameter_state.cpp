@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "powersgd/parameter_state.h"
+#include "powersgd/compressor/parameter_state.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
@@ -9,7 +9,7 @@
 #include "compressor/bucket_tables.h"
 #include "compressor/device_stages.h"
 #include "compressor/streams.h"
-#include "powersgd/dtypes.h"
+#include "powersgd/compressor/dtypes.h"
 
 namespace powersgd {
 namespace {

@@ -8,8 +8,8 @@
 
 #include "compressor/bucket_spec.h"
 #include "compressor/device_stages.h"
-#include "powersgd/packets.h"
-#include "powersgd/payload.h"
+#include "powersgd/compressor/payload.h"
+#include "powersgd/kernels/packets.h"
 
 namespace powersgd {
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "powersgd/step_counter.h"
+#include "powersgd/compressor/step_counter.h"
 
 #include <ATen/ATen.h>
 
-#include "powersgd/kernels.h"
+#include "powersgd/kernels/kernels.h"
 
 namespace powersgd {
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "compressor/bucket_tables.h"
-#include "powersgd/parameter_state.h"
-#include "powersgd/plan.h"
+#include "powersgd/compressor/parameter_state.h"
+#include "powersgd/core/plan.h"
 
 namespace powersgd {
 

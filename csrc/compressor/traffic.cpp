@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "powersgd/traffic.h"
+#include "powersgd/compressor/traffic.h"
 
 #include "compressor/bucket_spec.h"
 #include "compressor/bucket_tables.h"
 #include "compressor/payloads.h"
-#include "powersgd/packets.h"
+#include "powersgd/kernels/packets.h"
 
 namespace powersgd {
 namespace {

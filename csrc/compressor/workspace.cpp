@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "powersgd/workspace.h"
+#include "powersgd/compressor/workspace.h"
 
 #include <ATen/ATen.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "powersgd/interpreter.h"
+#include "powersgd/engine/interpreter.h"
 
 #include <atomic>
 

@@ -3,7 +3,7 @@
 # The layers without torch, the plan and the kernels, and their tests. The same kernel tests run the
 # CPU's kernels, and the CUDA kernels on the SIMT runtime. For a GPU `make gpu-programs` builds them.
 
-file(GLOB_RECURSE core_sources CONFIGURE_DEPENDS "${ROOT}/csrc/plan/*.cpp"
+file(GLOB_RECURSE core_sources CONFIGURE_DEPENDS "${ROOT}/csrc/core/*.cpp"
      "${ROOT}/csrc/kernels/cpu/*.cpp" "${ROOT}/csrc/kernels/shared/*.cpp")
 add_library(powersgd_core STATIC ${core_sources})
 target_link_libraries(powersgd_core PUBLIC powersgd_options)
@@ -23,8 +23,8 @@ set_target_properties(powersgd_kernel_tests PROPERTIES UNITY_BUILD ON UNITY_BUIL
 
 # Neither has threads, other than OpenMP's, which ThreadSanitizer does not know.
 if(NOT checks_threads)
-  file(GLOB plan_tests CONFIGURE_DEPENDS plan/test_*.cpp)
-  powersgd_test(plan SOURCES ${plan_tests} LIBRARIES powersgd_core)
+  file(GLOB core_tests CONFIGURE_DEPENDS core/test_*.cpp)
+  powersgd_test(core SOURCES ${core_tests} LIBRARIES powersgd_core)
   file(GLOB_RECURSE cpu_kernel_tests CONFIGURE_DEPENDS kernels/cpu/test_*.cpp)
   set(if_emulated "")
   if(CMAKE_CROSSCOMPILING)  # slow: each kernel at all types, and at all shapes but the largest

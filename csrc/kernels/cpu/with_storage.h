@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/cpu/simd/storage.h"
-#include "powersgd/options.h"
+#include "powersgd/core/options.h"
 
 namespace powersgd::kernels::cpu {
 

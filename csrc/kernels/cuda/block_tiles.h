@@ -6,7 +6,7 @@
 
 #include "kernels/shared/layout.h"
 #include "kernels/shared/numerics.h"
-#include "powersgd/kernels.h"
+#include "powersgd/kernels/kernels.h"
 
 // The cut of a bucket into tiles, one per thread block, on which make_tiles and the kernels must
 // agree. Everything here depends on the shapes alone, and so does every order of summation.

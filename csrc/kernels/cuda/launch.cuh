@@ -9,7 +9,7 @@
 
 #include "kernels/cuda/block_tiles.h"
 #include "kernels/cuda/shared_memory.cuh"
-#include "powersgd/kernels.h"
+#include "powersgd/kernels/kernels.h"
 
 // How kernels are launched, and the few things that depend on the compiler.
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "kernels/shared/host_device.h"
-#include "powersgd/kernels.h"
+#include "powersgd/kernels/kernels.h"
 
 // How both devices find their way in a bucket: workspace slots, payloads and factors.
 

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "kernels/shared/host_device.h"
-#include "powersgd/packets.h"
+#include "powersgd/kernels/packets.h"
 
 // How both devices find their way in a packet.
 

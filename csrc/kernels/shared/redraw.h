@@ -6,7 +6,7 @@
 #include "kernels/shared/host_device.h"
 #include "kernels/shared/layout.h"
 #include "kernels/shared/philox.h"
-#include "powersgd/kernels.h"
+#include "powersgd/kernels/kernels.h"
 
 // Where the next step starts from if a row of Q is zero: its column of p_hat was dead, or the
 // gradient was zero. A new direction finds what the gradient gains later. Only half of the row is

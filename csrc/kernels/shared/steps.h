@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/shared/host_device.h"
-#include "powersgd/kernels.h"
+#include "powersgd/kernels/kernels.h"
 
 namespace powersgd::kernels {
 

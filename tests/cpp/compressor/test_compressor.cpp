@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
-#include "powersgd/compressor.h"
-#include "powersgd/packets.h"
+#include "powersgd/compressor/compressor.h"
+#include "powersgd/kernels/packets.h"
 #include "ranks/one_rank.h"
 #include "support/hook_defaults.h"
 

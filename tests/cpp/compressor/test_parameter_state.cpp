@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "powersgd/parameter_state.h"
+#include "powersgd/compressor/parameter_state.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "powersgd/traffic.h"
+#include "powersgd/compressor/traffic.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "compressor/payloads.h"
-#include "powersgd/compressor.h"
+#include "powersgd/compressor/compressor.h"
 #include "support/hook_defaults.h"
 
 namespace powersgd {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "powersgd/workspace.h"
+#include "powersgd/compressor/workspace.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -9,7 +9,7 @@
 #include <string>
 
 #include "fake_device/fake_device.h"
-#include "powersgd/compressor.h"
+#include "powersgd/compressor/compressor.h"
 #include "ranks/one_rank.h"
 #include "support/hook_defaults.h"
 

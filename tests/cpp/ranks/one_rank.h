@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "powersgd/compressor.h"
+#include "powersgd/compressor/compressor.h"
 
 namespace powersgd::test {
 

@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "powersgd/options.h"
+#include "powersgd/core/options.h"
 
 namespace powersgd::test {
 

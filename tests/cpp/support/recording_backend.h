@@ -9,7 +9,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "powersgd/torch_compat.h"
+#include "powersgd/group/torch_compat.h"
 
 namespace powersgd::test {
 

@@ -125,12 +125,12 @@ def make_machine(folder: Path) -> Machine:
     root, stand_ins = folder / "tree", folder / "stand_ins"
     for name in _COPIED:
         shutil.copytree(ROOT / name, root / name)
-    for name in ("csrc/plan", "csrc/kernels/shared", "benchmarks/kernels", "python/torch_powersgd"):
+    for name in ("csrc/core", "csrc/kernels/shared", "benchmarks/kernels", "python/torch_powersgd"):
         (root / name).mkdir(parents=True)
     for file in ROOT.glob("tests/python/*/test_cuda*.py"):
         (root / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         (root / file.relative_to(ROOT)).touch()
-    for name in ("csrc/plan/options.cpp", "csrc/kernels/shared/packet_layout.cpp", "setup.py"):
+    for name in ("csrc/core/options.cpp", "csrc/kernels/shared/packet_layout.cpp", "setup.py"):
         (root / name).touch()
     (root / "benchmarks/bench_kernels.cu").touch()
     for name in ("behaves", "json", "bin", "toolkit/bin"):

@@ -15,12 +15,12 @@ TABLE = "| " + "x" * 120 + " |"
     [
         ("csrc/engine/engine.h", "  int lane_;", "lane_: channel; a lane is SIMD's alone"),
         ("csrc/kernels/cpu/simd/vector.h", "// Each lane is one element.", ""),
-        ("csrc/gradients/session.cpp", "  owed_.find(index);", "owed_: residual"),
+        ("csrc/group/session.cpp", "  owed_.find(index);", "owed_: residual"),
         ("tests/python/test_stats.py", "def test_the_licence():", "licence: American spelling"),
         ("docs/algorithm.md", "It is normalised.", "normalised: American spelling"),
         ("docs/algorithm.md", "Noise, otherwise a precise exercise.", ""),
         ("docs/algorithm.md", "x" * 101, "101 columns: at most 100"),
-        ("csrc/plan/plan.inl", "//" + "x" * 99, "101 columns: at most 100"),
+        ("csrc/core/plan.inl", "//" + "x" * 99, "101 columns: at most 100"),
         ("docs/algorithm.md", f"{LINK}\n{TABLE}\n```text\n{'x' * 101}\n```\n{'x' * 100}", ""),
     ],
 )

@@ -142,21 +142,21 @@ def test_an_editable_build_keeps_its_objects(
 
 def test_progress_is_short_lines_of_child_processes(capfd: pytest.CaptureFixture[str]) -> None:
     said = [
-        "[3/45] g++ -MMD -c -c /r/csrc/plan/a.cpp -o /t/a.o -O3",
+        "[3/45] g++ -MMD -c -c /r/csrc/core/a.cpp -o /t/a.o -O3",
         "[4/45] /c/nvcc '-I/a b' -c '/r/a b/c.cu' -o '/t/a b/c.o' -O3",
-        "/r/csrc/plan/a.cpp:3:1: warning: unused",
+        "/r/csrc/core/a.cpp:3:1: warning: unused",
     ]
     with progress.short_commands(Path("/r")):
         subprocess.run(["echo", "\n".join(said)])
-    shown = ["[3/45] csrc/plan/a.cpp", "[4/45] a b/c.cu", said[2]]
+    shown = ["[3/45] csrc/core/a.cpp", "[4/45] a b/c.cu", said[2]]
     assert capfd.readouterr().out.splitlines() == shown
 
 
 def test_the_sources_of_a_folder_are_compiled_together(tmp_path: Path) -> None:
-    sources = ["csrc/plan/plan.cpp", "csrc/engine/work.cpp", "csrc/engine/engine.cpp"]
+    sources = ["csrc/core/plan.cpp", "csrc/engine/work.cpp", "csrc/engine/engine.cpp"]
     made = together.compiled_together(sources, ["engine"], tmp_path, {"engine": "// head\n"})
     file = tmp_path / "engine.cpp"
-    assert made == ["csrc/plan/plan.cpp", str(file)]
+    assert made == ["csrc/core/plan.cpp", str(file)]
     text = '// head\n#include "engine/work.cpp"\n#include "engine/engine.cpp"\n'
     assert file.read_text() == text
     os.utime(file, (1, 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Each layer includes and imports only what it may; docs/architecture.md draws the arrows."""
+"""A folder includes and imports only what lies below it; docs/architecture.md draws the layers."""
 
 from __future__ import annotations
 
@@ -16,81 +16,34 @@ from support.repository import ROOT
 SOURCE_SUFFIXES = {".h", ".inl", ".cpp", ".cu", ".cuh", ".py", ".pyi"}
 STAGES = ["project", "orthogonalize", "back_project", "reconstruct"]
 
-# The first pattern that a file's path matches names its layer.
-LAYERS = {
-    "options": r"include/powersgd/(options|option_table)\.h",
-    "plan": r"include/powersgd/plan\.h|csrc/plan/",
-    "kernels": r"include/powersgd/(kernels|packets)\.h",
-    "shared kernels": r"csrc/kernels/shared/",
-    "cpu simd": r"csrc/kernels/cpu/simd/",
-    "cpu blocking": r"csrc/kernels/cpu/blocking/",
-    "cpu kernels": r"csrc/kernels/cpu/",
-    "cuda kernels": r"csrc/kernels/cuda/",
-    "compressor": r"include/powersgd/(compressor|dtypes|parameter_state|payload|step_counter)\.h"
-    r"|include/powersgd/(traffic|workspace)\.h|csrc/compressor/",
-    "torch compat": r"include/powersgd/torch_compat\.h",
-    "engine": r"include/powersgd/(first_error|interpreter)\.h|csrc/engine/",
-    "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",
-    "gradients": r"include/powersgd/(session|stats|stage_probe|ddp_hook|scope_override)\.h"
-    r"|include/powersgd/(reducer_members|allreduce_taker|bucket_reducer|model_states)\.h"
-    r"|include/powersgd/(named_parameters|named_tensors|outline)\.h|csrc/gradients/",
-    "backend": r"include/powersgd/backend\.h|csrc/backend/",
-    "bindings": r"csrc/bindings/",
-}
-
-# The layers of this project that a layer may include, itself apart.
-MAY_INCLUDE = {
-    "options": [],
-    "plan": ["options"],
-    "kernels": ["options"],
-    "shared kernels": ["options", "kernels"],
-    "cpu simd": [],
-    "cpu blocking": ["options", "kernels", "shared kernels", "cpu simd"],
-    "cpu kernels": ["options", "kernels", "shared kernels", "cpu simd", "cpu blocking"],
-    "cuda kernels": ["options", "kernels", "shared kernels"],
-    "compressor": ["options", "plan", "kernels"],
-    "engine": [],
-    "torch compat": [],
-    "forwarding": ["torch compat", "engine"],
-    "gradients": ["options", "plan", "compressor", "engine"],
-    "backend": ["options", "torch compat", "engine", "forwarding", "gradients"],
-    "bindings": [
-        *("options", "plan", "kernels", "compressor", "engine", "forwarding", "gradients"),
-        "backend",
-    ],
-}
-
-# Other headers that a layer may include. One of the C++ library has neither a slash nor a suffix.
+# Other headers than this project's. One of the C++ library has neither a slash nor a suffix.
 STANDARD = r"[a-z_0-9]+"
-INTRINSICS = r"(immintrin|arm_neon)\.h"
-CUDA_RUNTIME = (
-    r"(cuda_runtime|cuda_runtime_api|cuda_bf16|cuda_fp16|cuda_pipeline_primitives)\.h"
-    r"|cooperative_groups.*|mma\.h"
+INTRINSICS = rf"{STANDARD}|(immintrin|arm_neon)\.h"
+CUDA = rf"{STANDARD}|cuda_[a-z_0-9]+\.h|cooperative_groups.*|mma\.h"
+ATEN = rf"{STANDARD}|(ATen|c10)/(?!cuda/).*"  # the same source builds against a torch without CUDA
+C10D = (
+    rf"{ATEN}|torch/version\.h"
+    r"|torch/csrc/(autograd|distributed/c10d)/(?!.*(NCCL|Gloo|UCC|MPI|pybind|python)).*"
 )
-ATEN = r"(ATen|c10)/(?!cuda/).*"  # the same host source builds against a torch without CUDA
-TORCH = r"torch/csrc/(autograd|distributed/c10d)/(?!.*(NCCL|Gloo|UCC|MPI|pybind|python)).*"
-C10D = rf"{STANDARD}|{ATEN}|{TORCH}|torch/version\.h"
-MAY_INCLUDE_ELSE = {
-    "options": STANDARD,
-    "plan": STANDARD,
+
+# The folders of csrc and include/powersgd from the lowest up: what each includes beside what lies
+# below it. Those of STAND_ALONE include nothing of this project but their own headers.
+FOLDERS = {
+    "core": STANDARD,
     "kernels": STANDARD,
-    "shared kernels": STANDARD,
-    "cpu simd": f"{STANDARD}|{INTRINSICS}",
-    "cpu blocking": STANDARD,
-    "cpu kernels": f"{STANDARD}|{INTRINSICS}",
-    "cuda kernels": f"{STANDARD}|{CUDA_RUNTIME}",
-    "compressor": f"{STANDARD}|{ATEN}",
-    "torch compat": C10D,
+    "kernels/shared": STANDARD,
+    "kernels/cpu/simd": INTRINSICS,
+    "kernels/cpu/blocking": STANDARD,
+    "kernels/cpu": INTRINSICS,
+    "kernels/cuda": CUDA,
+    "compressor": ATEN,
     "engine": C10D,
-    "forwarding": C10D,
-    "gradients": C10D,
-    "backend": C10D,
+    "group": C10D,
+    "model": C10D,
     "bindings": r".*",
 }
-
-# The files in these folders include no other header of this project than public ones and their own.
-PUBLIC = "include/powersgd/"
-ONLY_PUBLIC = [PUBLIC, "csrc/bindings/"]
+STAND_ALONE = {"core", "kernels/cpu/simd", "engine"}
+CLOSED = ("kernels/", "kernels/cpu", "kernels/cuda")  # what only files within include
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 
@@ -99,7 +52,6 @@ COMPUTING = re.compile(r"(numpy|scipy|torch\.(linalg|fft|special|nn\.functional)
 
 # The commands stand on the library, which imports none of them, nor their own requirements.
 COMMANDS = re.compile(r"torch_powersgd\.cli(\.|$)|rich(\.|$)")
-
 
 PRIVATE = re.compile(r"_[a-z]")
 TORCHS = {"_timeout", "_fragments"}  # torch and torchft have these as well
@@ -110,11 +62,10 @@ def files_under(root: Path, *folders: str) -> list[Path]:
     return sorted(f for f in found if f.suffix in SOURCE_SUFFIXES)
 
 
-def layer_of(path: str) -> str:
-    for layer, pattern in LAYERS.items():
-        if re.match(pattern, path):
-            return layer
-    raise AssertionError(f"{path} belongs to no layer: add it to LAYERS")
+def folder_of(path: str) -> str:
+    """The folder of FOLDERS that holds a file of csrc or include/powersgd."""
+    inside = re.sub(r"^(csrc|include/powersgd)/", "", path)
+    return max((f for f in FOLDERS if inside.startswith(f"{f}/")), key=len)
 
 
 def resolve(include: str, file: Path, root: Path) -> str | None:
@@ -126,22 +77,32 @@ def resolve(include: str, file: Path, root: Path) -> str | None:
     return None
 
 
+def may_include(file: str, target: str) -> bool:
+    own, other = folder_of(file), folder_of(target)
+    if file.startswith("include/") and not target.startswith("include/"):
+        return False
+    if own == "bindings" and other != own and not target.startswith("include/"):
+        return False
+    if own == other:
+        return True
+    order = list(FOLDERS)
+    closed = any(other.startswith(c) and not own.startswith(c) for c in CLOSED)
+    return order.index(other) < order.index(own) and own not in STAND_ALONE and not closed
+
+
 def wrong_includes(root: Path) -> list[str]:
     wrong = []
     for file in files_under(root, "csrc", "include"):
         name = file.relative_to(root).as_posix()
-        layer = layer_of(name)
         for include in INCLUDE.findall(file.read_text()):
             target = resolve(include, file, root)
-            if target is None:
-                allowed = re.fullmatch(MAY_INCLUDE_ELSE[layer], include) is not None
-            else:
-                allowed = layer_of(target) in [layer, *MAY_INCLUDE[layer]]
-                for folder in ONLY_PUBLIC:
-                    if name.startswith(folder):
-                        allowed = allowed and target.startswith((PUBLIC, folder))
+            allowed = (
+                may_include(name, target)
+                if target
+                else re.fullmatch(FOLDERS[folder_of(name)], include)
+            )
             if not allowed:
-                wrong.append(f"{name} ({layer}) must not include {include}")
+                wrong.append(f"{name} must not include {include}")
     return wrong
 
 
@@ -244,20 +205,23 @@ def test_no_imports_run_in_a_circle() -> None:
 @pytest.mark.parametrize(
     ("path", "include"),
     [
-        ("csrc/plan/plan.cpp", "<ATen/ATen.h>"),
-        ("csrc/plan/plan.cpp", '"powersgd/kernels.h"'),
+        ("csrc/core/plan.cpp", "<ATen/ATen.h>"),
+        ("csrc/core/plan.cpp", '"powersgd/kernels/kernels.h"'),
         ("csrc/kernels/cpu/blocking/tiles.h", "<immintrin.h>"),
         ("csrc/kernels/cpu/project.inl", '"kernels/cuda/launch.cuh"'),
+        ("csrc/kernels/cuda/project.cu", '"kernels/cpu/form_m.h"'),
         ("csrc/kernels/cuda/project.cu", "<c10/cuda/CUDAStream.h>"),
         ("csrc/compressor/device_stages.cpp", "<torch/csrc/distributed/c10d/Work.hpp>"),
+        ("csrc/engine/work.cpp", '"powersgd/kernels/kernels.h"'),
+        ("csrc/group/session.cpp", '"kernels/cuda/launch.cuh"'),
         ("csrc/engine/work.cpp", "<torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>"),
         ("csrc/bindings/module.cpp", '"engine/engine.h"'),
-        ("include/powersgd/session.h", '"engine/engine.h"'),
+        ("include/powersgd/group/session.h", '"engine/engine.h"'),
     ],
 )
 def test_a_wrong_include_is_found(tmp_path: Path, path: str, include: str) -> None:
-    ours = ["include/powersgd/kernels.h", "csrc/kernels/cuda/launch.cuh", "csrc/engine/engine.h"]
-    for file in [*ours, path]:
+    kernels = ("csrc/kernels/cuda/launch.cuh", "csrc/kernels/cpu/form_m.h")
+    for file in [*kernels, "csrc/engine/engine.h", "include/powersgd/kernels/kernels.h", path]:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     (tmp_path / path).write_text(f"#include <vector>\n#include {include}\n")

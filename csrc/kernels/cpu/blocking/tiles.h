@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "kernels/shared/layout.h"
-#include "powersgd/kernels.h"
+#include "powersgd/kernels/kernels.h"
 
 // How the CPU stages cut a bucket into units of work, and where each keeps its partial results. All
 // of it follows from the shapes: results do not depend on how many threads share the tiles.

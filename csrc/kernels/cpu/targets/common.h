@@ -35,4 +35,4 @@
 #include "kernels/shared/packet_layout.h"
 #include "kernels/shared/redraw.h"
 #include "kernels/shared/steps.h"
-#include "powersgd/kernels.h"
+#include "powersgd/kernels/kernels.h"

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "kernels/cpu/simd/isa.h"
-#include "powersgd/kernels.h"
-#include "powersgd/packets.h"
+#include "powersgd/kernels/kernels.h"
+#include "powersgd/kernels/packets.h"
 
 // The stages, once per instruction set. The functions of powersgd/kernels.h and powersgd/packets.h
 // run on the widest one of this machine; tests run them all.

@@ -9,7 +9,7 @@
 #include "kernels/fixtures/device_packets.h"
 #include "kernels/fixtures/dtypes.h"
 #include "kernels/fixtures/kernel_test.h"
-#include "powersgd/kernels.h"
+#include "powersgd/kernels/kernels.h"
 #include "simt/simt.h"
 
 // The launches of the CUDA kernels, and what they load: figures that a GPU's speed hangs on.

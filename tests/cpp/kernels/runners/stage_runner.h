@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "powersgd/kernels.h"
-#include "powersgd/packets.h"
+#include "powersgd/kernels/kernels.h"
+#include "powersgd/kernels/packets.h"
 
 namespace powersgd::test {
 
