@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every place that lists the options has the same ones: see include/powersgd/core/option_table.h."""
+"""Every place that lists the options has the same: see include/powersgd/core/option_table.h."""
 
 from __future__ import annotations
 
