@@ -9,22 +9,18 @@ silently, with any backend.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
 from torch_powersgd.ddp import conversion_error, in_local_steps, named_parameters_of
+from torch_powersgd.optimizer_steps import parameters_of, watch
 
 # Warn after more optimizer steps than this without an average, and look this often for parameters
 # that are not averaged. Gradient accumulation is no false alarm, as it steps only after an average.
@@ -137,40 +133,17 @@ class _Check:
 
 # Keyed by the module inside DDP, so that a new wrapper's check replaces the old one's.
 _checks: WeakKeyDictionary[torch.nn.Module, _Check] = WeakKeyDictionary()
-_registered = False
 
 
 def check(module: torch.nn.Module, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
     """Checks an attached module now, and from now on at each step of its optimizers."""
-    global _registered
-    if not _registered:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
-        _registered = True
     of_module = _Check(module, reducer, group)
+    watch(of_module)
     if isinstance(module, DistributedDataParallel):
         _checks[module.module] = of_module
         of_module.name_what_is_not_averaged(module, module.parameters())
     else:
         _checks[module] = of_module
-
-
-# A compiled optimizer step skips the checks.
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling():
-        for of_module in list(_checks.values()):
-            of_module.before_step(optimizer)
-
-
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling():
-        for of_module in list(_checks.values()):
-            of_module.after_step(optimizer)
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _averaged_parameters(module: torch.nn.Module) -> Iterable[torch.Tensor]:

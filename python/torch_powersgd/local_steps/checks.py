@@ -27,8 +27,8 @@ from torch_powersgd.local_steps.fragment import Tensors, reshard
 from torch_powersgd.local_steps.rounds import Found
 from torch_powersgd.local_steps.schedule import Schedule, split
 from torch_powersgd.local_steps.watch import takes_local_steps
+from torch_powersgd.optimizer_steps import parameters_of
 from torch_powersgd.option_values import require
-from torch_powersgd.reduction_checks import parameters_of
 from torch_powersgd.store_agreement import Compare, equality_of
 from torch_powersgd.targets import shard_of
 

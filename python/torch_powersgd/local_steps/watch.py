@@ -7,15 +7,10 @@ import atexit
 import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from torch_powersgd import grad_scaler, log
 from torch_powersgd.local_steps import averaging
@@ -23,7 +18,7 @@ from torch_powersgd.local_steps.counting import StepCounter
 from torch_powersgd.local_steps.fragment import reshard
 from torch_powersgd.local_steps.loads import Loads
 from torch_powersgd.local_steps.rounds import Found, Rounds
-from torch_powersgd.reduction_checks import parameters_of
+from torch_powersgd.optimizer_steps import parameters_of, watch, watchers
 from torch_powersgd.targets import shard_of
 
 _ALLOWED = 20  # steps that don't count: optimizers that share a model take turns
@@ -53,11 +48,6 @@ class Watch:
         optimizers: Sequence[Optimizer],
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        global _registered
-        if not _registered:
-            register_optimizer_step_pre_hook(_before_step)
-            register_optimizer_step_post_hook(_after_step)
-            _registered = True
         self.trained = frozenset(found.trained.values())
         self._rounds, self._kind, self._group = rounds, rounds.kind, rounds.group
         self._model, self._loads = found.model, Loads(found.model, found.trained)
@@ -66,7 +56,7 @@ class Watch:
         self._had_step = self._knows_state = False
         self.counter = StepCounter(optimizers, self._count)
         self._warn_of_others()
-        _running.add(self)
+        watch(self)
         self._wrappers: set[DistributedDataParallel] = set()  # which average nothing
         self._stop_averaging()
         if scaler is not None:
@@ -74,14 +64,14 @@ class Watch:
 
     def end(self) -> None:
         """Stops watching. DDP averages again."""
-        _running.discard(self)
+        watchers.discard(self)
         self.counter.end()
         self._loads.end()
         for ddp in self._wrappers:
             averaging.go_on(ddp)
 
     def _count(self) -> None:
-        if self not in _running:
+        if self not in watchers:
             return
         self._rounds.moved, self._uncounted = True, 0
         if self._loads.pending:  # and the step was skipped
@@ -175,8 +165,8 @@ class Watch:
             log.of(self._group).warning(message)
 
 
-_running: WeakSet[Watch] = WeakSet()
-_registered = False
+def _running() -> list[Watch]:
+    return [watcher for watcher in watchers if isinstance(watcher, Watch)]
 
 
 def takes_local_steps(parameters: Mapping[str, torch.Tensor]) -> str:
@@ -189,7 +179,7 @@ def takes_local_steps(parameters: Mapping[str, torch.Tensor]) -> str:
 
 
 def _taken(parameters: Mapping[str, torch.Tensor]) -> str:
-    taken = {parameter for watch in _running for parameter in watch.trained}
+    taken = {parameter for running in _running() for parameter in running.trained}
     return next((name for name, parameter in parameters.items() if parameter in taken), "")
 
 
@@ -201,19 +191,7 @@ def _is_near(value: Any, parameter: torch.Tensor) -> bool:
     return bool((theirs - mine).norm() < mine.norm() / 2)
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling():
-        for watch in list(_running):
-            watch.before_step(optimizer)
-
-
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling():
-        for watch in list(_running):
-            watch.after_step(optimizer)
-
-
 @atexit.register
 def at_exit() -> None:
-    for watch in list(_running):
-        watch.at_exit()
+    for running in _running():
+        running.at_exit()
