@@ -16,8 +16,7 @@ constexpr int kReplicas = 3;
 // A state whose Q and P are the same on all ranks, and whose memory is not.
 ParameterStatePtr make_replica(int rank) {
   auto state = std::make_shared<ParameterState>();
-  ParameterState::allocate({{state.get(), {20, 30}, 2, at::kFloat}}, test::hook_defaults(),
-                           at::kCPU);
+  ParameterState::allocate({{state.get(), {20, 30}, 2}}, test::hook_defaults(), at::kCPU);
   state->p_hat.copy_(at::sin(at::arange(40, at::kFloat)).view({20, 2}));
   state->q_local.copy_(at::cos(at::arange(60, at::kFloat) * (rank + 1)).view({2, 30}));
   state->memory.copy_(at::sin(at::arange(600, at::kFloat) * (rank + 2)).view({20, 30}));

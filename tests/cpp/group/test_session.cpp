@@ -73,8 +73,7 @@ constexpr const char* kDamaged = "initialized dtype";
 
 ParameterStatePtr make_damaged() {
   auto state = std::make_shared<ParameterState>();
-  ParameterState::allocate({{state.get(), {20, 30}, 2, at::kFloat}}, test::hook_defaults(),
-                           at::kCPU);
+  ParameterState::allocate({{state.get(), {20, 30}, 2}}, test::hook_defaults(), at::kCPU);
   state->p_hat = at::Tensor();
   return state;
 }
