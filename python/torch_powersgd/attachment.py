@@ -122,7 +122,7 @@ class Attachment:
 
         Args:
             tensors: The tensors.
-            find_absent: Function to call if it fails, as of ``store_agreement.absent_from``.
+            find_absent: Function to call if it fails, as of ``agreement.absent_from``.
         """
         names = self.reducer.states.names
         if self.tensors is None:

@@ -14,12 +14,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_powersgd import checkpoint, log, schema, stats
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import agree
+from torch_powersgd.agreement import Make, absent_from, agree, equality_of
 from torch_powersgd.attachment import Attachment
 from torch_powersgd.ddp import Hook, python_hook
 from torch_powersgd.option_values import positive
 from torch_powersgd.options import from_core
-from torch_powersgd.store_agreement import Make, absent_from, equality_of
 from torch_powersgd.summary import summary
 
 T = TypeVar("T")

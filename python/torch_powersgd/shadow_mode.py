@@ -15,14 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import agree
+from torch_powersgd.agreement import agree, equality_of
 from torch_powersgd.ddp import Hook, check_hook, check_module, parameters_of
 from torch_powersgd.group_backends import BACKENDS, find_backend
 from torch_powersgd.matrices import as_reals
 from torch_powersgd.option_values import require
 from torch_powersgd.options import Options, lay_over, to_core, to_plain
 from torch_powersgd.scope import scope
-from torch_powersgd.store_agreement import equality_of
 
 RANKS = (1, 4, 16)
 STEPS = 50

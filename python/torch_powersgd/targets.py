@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import ddp, fsdp, fsdp_hooks
 from torch_powersgd._core import _C
-from torch_powersgd.group_backends import group_or_default
+from torch_powersgd.group_backends import global_ranks, group_or_default
 from torch_powersgd.option_values import is_unicode, must_be, require
-from torch_powersgd.store_agreement import global_ranks
 
 
 class Target(ABC):

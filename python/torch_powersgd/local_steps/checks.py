@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from torch_powersgd import agreement, fsdp
 from torch_powersgd._core import _C
+from torch_powersgd.agreement import Compare, equality_of
 from torch_powersgd.attach_checks import described, first_difference
 from torch_powersgd.ddp import in_local_steps
 from torch_powersgd.group_backends import group_or_default
@@ -29,7 +30,6 @@ from torch_powersgd.local_steps.schedule import Schedule, split
 from torch_powersgd.local_steps.watch import takes_local_steps
 from torch_powersgd.optimizer_steps import parameters_of
 from torch_powersgd.option_values import require
-from torch_powersgd.store_agreement import Compare, equality_of
 from torch_powersgd.targets import shard_of
 
 

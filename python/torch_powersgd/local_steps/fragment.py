@@ -93,7 +93,7 @@ class Fragment:
 
         Args:
             overlaps: Whether local steps are taken before ``finish``.
-            find_absent: Function to call if the round fails, as of ``store_agreement.absent_from``.
+            find_absent: Function to call if the round fails, as of ``agreement.absent_from``.
         """
         anchors, parameters = _local(self.anchors), _local(self.parameters)
         changes, buffers = self._allocate(anchors)
