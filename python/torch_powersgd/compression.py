@@ -16,10 +16,10 @@ from torch_powersgd import checkpoint, log, schema, stats
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import Make, absent_from, agree, equality_of
 from torch_powersgd.attachment import Attachment
-from torch_powersgd.ddp import Hook, python_hook
 from torch_powersgd.option_values import positive
 from torch_powersgd.options import from_core
 from torch_powersgd.summary import summary
+from torch_powersgd.targets.ddp import Hook, python_hook
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.ddp import conversion_error, in_local_steps, named_parameters_of
 from torch_powersgd.optimizer_steps import parameters_of, watch
+from torch_powersgd.targets.ddp import conversion_error, in_local_steps, named_parameters_of
 
 # Warn after more optimizer steps than this without an average, and look this often for parameters
 # that are not averaged. Gradient accumulation is no false alarm, as it steps only after an average.

@@ -16,12 +16,20 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd._core import _C
-from torch_powersgd.ddp import ALREADY_ATTACHED
-from torch_powersgd.fsdp import groups_of, only_subset, own_replicas, packed, trainable, units_of
+from torch_powersgd.targets.fsdp_units import (
+    groups_of,
+    only_subset,
+    own_replicas,
+    packed,
+    trainable,
+    units_of,
+)
+from torch_powersgd.targets.target import ALREADY_ATTACHED
 
 
 def set_hooks(module: FSDPModule, reducer: _C.BucketReducer, replicas: int) -> None:
-    """Sets the hooks of the units. The parameters of ``reducer`` are ``shards_of(module)``."""
+    """Sets the hooks of the units. The parameters of ``reducer`` are the ``gradients`` of
+    its ``FsdpTarget``."""
     number_of = {id(shard): i for i, (_, _, shard) in enumerate(trainable(module))}
     steps = _Steps(reducer.end_step)
     native = own_replicas(module) is not None
