@@ -182,8 +182,8 @@ class Compression(Stateful):
         if not per_rank:
             self._agree_on_step("state_dict")
         state = checkpoint.of_states(states, per_rank)
-        if self.attachment.wrapper is not None:
-            self.attachment.wrapper.note_saved()
+        if self.attachment.residual is not None:
+            self.attachment.residual.note_saved()
         key = self.attachment.key(per_rank)
         return {key: state} if key else state
 

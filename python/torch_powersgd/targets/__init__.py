@@ -2,7 +2,7 @@
 """The kinds of gradients that ``attach`` takes.
 
 Each of ``ddp.py``, ``fsdp.py`` and ``tensors.py`` finds the gradients of one kind, checks them and
-registers its hooks.
+registers its hooks. ``misuse.py`` watches how an attached module is used.
 """
 
 from __future__ import annotations
