@@ -95,7 +95,7 @@ def compress(
         if register_hook:
             target.register(reducer, group)
         if scaler is not None:
-            grad_scaler.follow(scaler, reducer, target.parameters())
+            grad_scaler.follow(scaler, reducer, target.index())
         attachment = Attachment(target, reducer, group, described, previous, apart)
     except BaseException:
         reducer.detach()  # hooks that it has by now average exactly

@@ -141,8 +141,9 @@ class Shadow:
         self.layers: dict[int, list[ShadowedLayer]] = {}
         self._errors: dict[int, float] = {}
         self._averaging: dist.ProcessGroup = ddp.process_group
-        self._comparison = Comparison(DdpTarget(ddp).parameters(), options, self._averaging)
-        self._index = {p: i for i, p in enumerate(self._comparison.parameters)}
+        target = DdpTarget(ddp)
+        self._comparison = Comparison(target.parameters(), options, self._averaging)
+        self._index = target.index()
 
     @property
     def done(self) -> bool:

@@ -29,10 +29,10 @@ def own_replicas(module: FSDPModule) -> dist.ProcessGroup | None:
 def units_of(module: FSDPModule) -> list[Any]:
     """Returns the first module of each unit, the root first."""
     assert isinstance(module, torch.nn.Module)
-    firsts: dict[int, Any] = {}  # The modules of a unit share its state.
+    firsts: dict[Any, Any] = {}  # The modules of a unit share its state.
     for m in module.modules():
         if isinstance(m, FSDPModule) and groups_of(m):
-            firsts.setdefault(id(m._get_fsdp_state()), m)
+            firsts.setdefault(m._get_fsdp_state(), m)
     return list(firsts.values())
 
 
@@ -79,12 +79,12 @@ def only_subset(sizes: Sequence[int], total: int) -> list[int]:
 def trainable(module: FSDPModule) -> list[tuple[Any, str, Any]]:
     """Returns group, name and shard of each trainable parameter."""
     assert isinstance(module, torch.nn.Module)
-    prefix = {id(m): f"{name}." if name else "" for name, m in module.named_modules()}
+    prefix = {m: f"{name}." if name else "" for name, m in module.named_modules()}
     found = []
     for unit in units_of(module):
         for group in groups_of(unit):
             for shard in group.fsdp_params:
                 info = shard._module_info
                 if shard.sharded_param.requires_grad:
-                    found.append((group, prefix[id(info.module)] + info.param_name, shard))
+                    found.append((group, prefix[info.module] + info.param_name, shard))
     return found

@@ -44,8 +44,6 @@ class _Averages:
         self, module: torch.nn.Module, reducer: _C.BucketReducer, group: dist.ProcessGroup
     ) -> None:
         self.module, self.reducer, self.log = ref(module), ref(reducer), log.of(group)
-        # The reducer keeps its parameters alive, and FSDP2 its shards, so these ids aren't reused.
-        self.averaged = {id(parameter) for parameter in _averaged_parameters(module)}
         self.passes = 0  # synchronized passes at the last check that found no error
         self.steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         # The step at the first step of each optimizer. None: an average was seen.
@@ -71,7 +69,7 @@ class _Averages:
         hooked = any(
             getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters_of(optimizer)
         )
-        if not self.in_backward and hooked and self._holds(optimizer):
+        if not self.in_backward and hooked and _trains(optimizer, ddp):
             self.in_backward = True
             self.log.warning(
                 f"an optimizer of {type(ddp.module).__name__} steps within the backward pass, "
@@ -82,7 +80,7 @@ class _Averages:
     def after_step(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer, which may hold the parameters of other modules."""
         module, reducer = self.module(), self.reducer()
-        if not self.log.speaks or module is None or reducer is None:
+        if not self.log.speaks or module is None or reducer is None or module in in_local_steps:
             return
         self.steps[optimizer] = count = self.steps.get(optimizer, 0) + 1
         if self.first is not None:
@@ -98,7 +96,7 @@ class _Averages:
         step = reducer.states.step
         if not reducer.active or step != self.first.setdefault(optimizer, step):
             self.first = None
-        elif self.steps[optimizer] > INTERVAL and self._holds(optimizer):
+        elif self.steps[optimizer] > INTERVAL and _trains(optimizer, module):
             self.first = None
             name = type(getattr(module, "module", module)).__name__
             self.log.warning(
@@ -107,20 +105,15 @@ class _Averages:
                 "ddp.module, and leave no_sync() before each step"
             )
 
-    def _holds(self, optimizer: Optimizer) -> bool:
-        return any(id(parameter) in self.averaged for parameter in parameters_of(optimizer))
-
     def name_what_is_not_averaged(
         self, ddp: DistributedDataParallel, trained: Iterable[torch.Tensor]
     ) -> None:
         """Warns of the parameters among these that DDP should average but doesn't."""
-        missed = {id(p) for p in trained if p.requires_grad and id(p) not in self.averaged}
-        if not missed:
-            return
+        missed = {p for p in trained if p.requires_grad} - _averaged_by(ddp)
         names = [
             name
             for name, parameter in named_parameters_of(ddp)
-            if id(parameter) in missed and name not in self.named
+            if parameter in missed and name not in self.named
         ]
         if names:
             self.named.update(names)
@@ -133,10 +126,14 @@ class _Averages:
             )
 
 
-def _averaged_parameters(module: torch.nn.Module) -> Iterable[torch.Tensor]:
+def _trains(optimizer: Optimizer, module: torch.nn.Module) -> bool:
+    return not _averaged_by(module).isdisjoint(parameters_of(optimizer))
+
+
+def _averaged_by(module: torch.nn.Module) -> set[torch.Tensor]:
     if isinstance(module, DistributedDataParallel):
-        return _C.reduced_parameters(module.reducer)
-    return module.parameters()
+        return {*_C.reduced_parameters(module.reducer)}
+    return {*module.parameters()}
 
 
 class Residual:

@@ -42,6 +42,10 @@ class Target(ABC):
     def parameters(self) -> dict[str, torch.Tensor]:
         """Returns the trainable parameters, as an optimizer holds them."""
 
+    def index(self) -> dict[torch.Tensor, int]:
+        """Returns the place of each parameter among the gradients."""
+        return {parameter: i for i, parameter in enumerate(self.parameters().values())}
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Returns tensors with the shapes, dtypes and devices that are all-reduced."""
         return self.parameters()
