@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import grad_scaler, log
 from torch_powersgd._core import _C
-from torch_powersgd.attach_checks import agree
 from torch_powersgd.attachment import Attachment
 from torch_powersgd.compression import Compression
 from torch_powersgd.matrices import exact_dtypes, highest_rank, is_exact
 from torch_powersgd.options import Options, to_core
+from torch_powersgd.proposal import agree
 from torch_powersgd.targets import Target, target_of
 from torch_powersgd.units import size_text
 

@@ -18,7 +18,6 @@ from torch_powersgd.agreement import Make, absent_from, agree, equality_of
 from torch_powersgd.attachment import Attachment
 from torch_powersgd.option_values import positive
 from torch_powersgd.options import from_core
-from torch_powersgd.summary import summary
 from torch_powersgd.targets.ddp import Hook, python_hook
 
 T = TypeVar("T")
@@ -292,7 +291,7 @@ class Compression(Stateful):
     def __str__(self) -> str:
         if self.ended:
             return f"{type(self).__name__}: {self.attachment.ended}"
-        return summary(self._reducer, self.group, self.options)
+        return stats.summary(self._reducer, self.group, self.options)
 
     __repr__ = __str__
 

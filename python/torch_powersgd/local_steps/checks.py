@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch_powersgd import agreement
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import Compare, equality_of
-from torch_powersgd.attach_checks import described, first_difference
 from torch_powersgd.group_backends import group_or_default
 from torch_powersgd.local_steps import averaging
 from torch_powersgd.local_steps.averaging import known_ranks, same_processes
@@ -29,6 +28,7 @@ from torch_powersgd.local_steps.schedule import Schedule, split
 from torch_powersgd.local_steps.watch import takes_local_steps
 from torch_powersgd.optimizer_steps import parameters_of
 from torch_powersgd.option_values import require
+from torch_powersgd.proposal import described, first_difference
 from torch_powersgd.targets import shard_of
 from torch_powersgd.targets.ddp import in_local_steps
 from torch_powersgd.targets.fsdp_units import own_replicas

@@ -25,7 +25,7 @@ from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relat
 from torch_powersgd import _C, agreement, collective_call
 from torch_powersgd._backend import compare_options
 from torch_powersgd.agreement import agree
-from torch_powersgd.attach_checks import Proposal
+from torch_powersgd.proposal import Proposal
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The first part of ``attach``: checks, and agreement of the processes. It changes nothing."""
+"""What a process proposes in ``attach``, checked and agreed on with the others. Changes nothing."""
 
 from __future__ import annotations
 
