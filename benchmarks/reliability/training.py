@@ -95,7 +95,7 @@ class _Training:
         if self.stage == "in attach":
             if self.plain:
                 self._die()  # the others wait in DDP's constructor
-            tp.store_agreement.CollectiveCall.agree = self._die  # type: ignore[method-assign]
+            tp.collective_call.CollectiveCall.agree = self._die  # type: ignore[method-assign]
         # Otherwise each layer has a bucket.
         cap = 25.0 if self.case.one_bucket else WIDTH * WIDTH * 4 / 2**20
         ddp = DistributedDataParallel(model, bucket_cap_mb=cap)

@@ -14,6 +14,8 @@ from torch._C._distributed_c10d import PrefixStore, _DistributedBackendOptions
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
+from torch_powersgd.agreement import equality_of
+from torch_powersgd.collective_call import CollectiveCall, count_call, store_of_call
 from torch_powersgd.group_backends import (
     PLAIN_BACKENDS,
     device_types,
@@ -22,7 +24,6 @@ from torch_powersgd.group_backends import (
 )
 from torch_powersgd.option_values import must_be, require
 from torch_powersgd.options import Options, resolve, to_core, to_plain
-from torch_powersgd.store_agreement import CollectiveCall, count_call, equality_of, store_of_call
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store

@@ -3,21 +3,29 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from torch_powersgd.group_backends import check_alive, timeout_of
-from torch_powersgd.store_agreement import (
+from torch_powersgd.collective_call import (
     CollectiveCall,
     Compare,
     Conclude,
     Make,
     count_call,
-    global_ranks,
     store_of_call,
 )
+from torch_powersgd.group_backends import check_alive, global_ranks, timeout_of
+from torch_powersgd.option_values import shown
+
+__all__ = ["Compare", "Make", "absent_from", "agree", "equality_of", "naming_absent"]
+
+# Ranks on which the same collective fails notice it within this time of each other.
+GRACE = timedelta(seconds=3)
 
 T = TypeVar("T")
 
@@ -57,3 +65,71 @@ def agree(
         timeout_of(group),
         before=before,
     ).agree_on(make, compare, conclude)
+
+
+def equality_of(things: str) -> Compare:
+    """A ``compare`` for ``agree`` that requires equal arguments; its error names ``things``."""
+
+    def compare(everyone: list[dict[str, Any]]) -> str:
+        for rank, given in enumerate(everyone):
+            for name, first in everyone[0].items():
+                if given.get(name) != first:
+                    return (
+                        f"{things} must be the same on all ranks: {name} is {shown(first)} on "
+                        f"rank 0 and {shown(given.get(name))} on rank {rank}"
+                    )
+        return ""
+
+    return compare
+
+
+@contextlib.contextmanager
+def naming_absent(group: dist.ProcessGroup, deed: str) -> Iterator[None]:
+    """A context for waits: if a collective fails in it, the error names the ranks that lack it.
+
+    Args:
+        group: Group of the collective.
+        deed: What ranks that don't lack it have done, as in ``absent_from``.
+
+    Raises:
+        DistBackendError: Instead of another ``RuntimeError``, if ranks lack the collective.
+    """
+    try:
+        yield
+    except dist.DistBackendError:  # The group has ended on this rank.
+        raise
+    except RuntimeError as error:
+        if absent := absent_from(group, deed):
+            raise dist.DistBackendError(f"{absent}: {error}") from error
+        raise
+
+
+def absent_from(group: dist.ProcessGroup, deed: str) -> str:
+    """Returns which ranks have not made a call that has failed on this one, or nothing.
+
+    The ranks on which it has failed tell each other so, for ``GRACE``. A call that succeeds costs
+    nothing.
+
+    Args:
+        group: Group of the call.
+        deed: What a rank that has called has done, such as "called all_reduce in step 3". It has
+            the call's number.
+    """
+    try:
+        store, rank = group.get_group_store(), group.rank()
+        # A store may outlive a group, and the later one may fail in the same call.
+        attached = PrefixStore("powersgd/attach", store).add(f"calls/{rank}", 0)
+        call = CollectiveCall(
+            PrefixStore(f"powersgd/failed/{deed}/{attached}", store),
+            rank,
+            global_ranks(group),
+            deed,
+            GRACE,
+            explain=CollectiveCall.without,
+        )
+        call.agree({}, lambda everyone: "")
+    except ValueError as absent:
+        return str(absent)
+    except RuntimeError:  # The process that hosts the store has ended.
+        pass
+    return ""

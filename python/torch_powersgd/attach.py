@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import grad_scaler, log
 from torch_powersgd._core import _C
-from torch_powersgd.attach_checks import agree
 from torch_powersgd.attachment import Attachment
 from torch_powersgd.compression import Compression
 from torch_powersgd.matrices import exact_dtypes, highest_rank, is_exact
 from torch_powersgd.options import Options, to_core
+from torch_powersgd.proposal import agree
 from torch_powersgd.targets import Target, target_of
 from torch_powersgd.units import size_text
 
@@ -95,7 +95,7 @@ def compress(
         if register_hook:
             target.register(reducer, group)
         if scaler is not None:
-            grad_scaler.follow(scaler, reducer, target.parameters())
+            grad_scaler.follow(scaler, reducer, target.index())
         attachment = Attachment(target, reducer, group, described, previous, apart)
     except BaseException:
         reducer.detach()  # hooks that it has by now average exactly

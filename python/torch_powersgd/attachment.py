@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_powersgd import checkpoint, reduction_checks, rewrapping
+from torch_powersgd import checkpoint
 from torch_powersgd._core import _C
 from torch_powersgd.option_values import require
 from torch_powersgd.targets import Target, shard_of
+from torch_powersgd.targets.misuse import Residual, watch_use
 
 # Of named tensors. On CPUs as DDP's bucket_cap_mb; GPUs spend less on fewer calls.
 BUCKET_BYTES = 25 << 20
@@ -37,7 +38,7 @@ class Attachment:
         ended: Why it has ended, or nothing while it lives.
         kept: The reducer, as long as it lives or its states can be taken over.
         tensors: The gradients of an attachment to named tensors.
-        wrapper: What is known of a DDP wrapper.
+        residual: What is known of the residual of a DDP wrapper.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Attachment:
         self.ended = ""
         self.kept: _C.BucketReducer | None = reducer
         self.tensors: _C.NamedTensors | None = None
-        self.wrapper: rewrapping.Wrapper | None = None
+        self.residual: Residual | None = None
         self._module: ref[torch.nn.Module] | None = None
         self.shard, self._apart = target.shard(group), apart
         module = target.module
@@ -61,17 +62,15 @@ class Attachment:
             self._bucket_bytes = bucket_bytes(target)
             self.tensors = _C.NamedTensors(reducer, self._bucket_bytes)
             return
+        before = previous.residual if previous is not None else None
+        self.residual = watch_use(module, reducer, group, described, before)
         self._module = ref(module)
         model: ref[torch.nn.Module] | None = None
         if isinstance(module, DistributedDataParallel):
-            before = previous.wrapper if previous is not None else None
-            self.wrapper = rewrapping.note_wrapper(module, reducer, described, before)
             model = ref(module.module)
             finalize(module.module, _forget_states, ref(self)).atexit = False
         # The module keeps this alive: checks and scalers refer only weakly to its reducer.
         finalize(module, self._lose_module, model).atexit = False
-        if group.size() > 1:
-            reduction_checks.check(module, reducer, group)
 
     @property
     def reducer(self) -> _C.BucketReducer:
@@ -92,8 +91,8 @@ class Attachment:
         The former reducer isn't detached, because another thread may be reading its states.
         """
         reducer.note_attached()
-        if self.wrapper is not None:
-            self.wrapper.note_moved(reducer)
+        if self.residual is not None:
+            self.residual.note_moved(reducer)
         if self.tensors is not None:
             self.tensors = _C.NamedTensors(reducer, self._bucket_bytes)
         self.group, self.kept = group, reducer
@@ -102,8 +101,8 @@ class Attachment:
         """Ends it: gradients are averaged exactly, and the states are freed."""
         if self.kept is not None:
             self.kept.detach()
-        if self.wrapper is not None:
-            self.wrapper.note_ended()
+        if self.residual is not None:
+            self.residual.note_ended()
         self.ended, self.kept, self.tensors = reason, None, None
 
     def _lose_module(self, model: ref[torch.nn.Module] | None) -> None:
@@ -122,7 +121,7 @@ class Attachment:
 
         Args:
             tensors: The tensors.
-            find_absent: Function to call if it fails, as of ``store_agreement.absent_from``.
+            find_absent: Function to call if it fails, as of ``agreement.absent_from``.
         """
         names = self.reducer.states.names
         if self.tensors is None:

@@ -14,13 +14,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_powersgd import checkpoint, log, schema, stats
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import agree
+from torch_powersgd.agreement import Make, absent_from, agree, equality_of
 from torch_powersgd.attachment import Attachment
-from torch_powersgd.ddp import Hook, python_hook
 from torch_powersgd.option_values import positive
 from torch_powersgd.options import from_core
-from torch_powersgd.store_agreement import Make, absent_from, equality_of
-from torch_powersgd.summary import summary
+from torch_powersgd.targets.ddp import Hook, python_hook
 
 T = TypeVar("T")
 
@@ -183,8 +181,8 @@ class Compression(Stateful):
         if not per_rank:
             self._agree_on_step("state_dict")
         state = checkpoint.of_states(states, per_rank)
-        if self.attachment.wrapper is not None:
-            self.attachment.wrapper.note_saved()
+        if self.attachment.residual is not None:
+            self.attachment.residual.note_saved()
         key = self.attachment.key(per_rank)
         return {key: state} if key else state
 
@@ -293,7 +291,7 @@ class Compression(Stateful):
     def __str__(self) -> str:
         if self.ended:
             return f"{type(self).__name__}: {self.attachment.ended}"
-        return summary(self._reducer, self.group, self.options)
+        return stats.summary(self._reducer, self.group, self.options)
 
     __repr__ = __str__
 

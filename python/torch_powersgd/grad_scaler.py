@@ -8,7 +8,7 @@ calls listeners. A scaler may outlive many models: a listener whose object is go
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from torch_powersgd._core import _C
+from torch_powersgd.optimizer_steps import parameters_of
 
 # Called with the first argument of ``scale`` or ``step``. It returns what to call afterwards, or
 # None if its object is gone.
@@ -35,15 +36,14 @@ _wrapped: WeakKeyDictionary[torch.amp.GradScaler, _Listeners] = WeakKeyDictionar
 
 
 def follow(
-    scaler: torch.amp.GradScaler, reducer: _C.BucketReducer, parameters: Mapping[str, torch.Tensor]
+    scaler: torch.amp.GradScaler, reducer: _C.BucketReducer, index: dict[torch.Tensor, int]
 ) -> None:
     """Makes the reducer of these parameters follow the scaler's scale and skipped steps."""
     if not scaler.is_enabled():
         return
-    index = {name: i for i, name in enumerate(reducer.states.names)}
-    index_of = {id(parameter): index[name] for name, parameter in parameters.items()}
-    device = next(iter(parameters.values())).device
-    reference, owner = ref(reducer), ref(scaler)
+    device = next(iter(index)).device
+    # The scaler, which keeps the index, may outlive the model.
+    reference, owner = ref(reducer, lambda _: index.clear()), ref(scaler)
 
     def note_scale() -> None:
         # The device reads the scale, because the host would have to synchronize. The scaler creates
@@ -55,8 +55,7 @@ def follow(
 
     def note_skipped(optimizer: Optimizer) -> None:
         found, of = reference(), owner()
-        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        indices = [index_of[p] for p in held if p in index_of]
+        indices = [index[p] for p in parameters_of(optimizer) if p in index]
         if found is not None and of is not None and indices:
             infs = of._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
             total = torch.stack([inf.to(device, non_blocking=True) for inf in infs]).sum()

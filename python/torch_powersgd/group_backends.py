@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -84,6 +85,13 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Returns the timeout of a powersgd group, or torch's default for another group."""
     timeouts = (backend.options._timeout for backend in _backends_of(group))
     return next(timeouts, default_pg_timeout)
+
+
+def global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
+    """The group's global ranks, or 0, 1, ... if torch doesn't know them."""
+    # A group that ProcessGroup.split_group made is not registered.
+    known = group in dist.distributed_c10d._world.pg_group_ranks
+    return dist.get_process_group_ranks(group) if known else range(group.size())
 
 
 def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:

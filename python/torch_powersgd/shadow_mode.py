@@ -15,14 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import agree
-from torch_powersgd.ddp import Hook, check_hook, check_module, parameters_of
+from torch_powersgd.agreement import agree, equality_of
 from torch_powersgd.group_backends import BACKENDS, find_backend
 from torch_powersgd.matrices import as_reals
 from torch_powersgd.option_values import require
 from torch_powersgd.options import Options, lay_over, to_core, to_plain
 from torch_powersgd.scope import scope
-from torch_powersgd.store_agreement import equality_of
+from torch_powersgd.targets.ddp import DdpTarget, Hook
 
 RANKS = (1, 4, 16)
 STEPS = 50
@@ -142,8 +141,9 @@ class Shadow:
         self.layers: dict[int, list[ShadowedLayer]] = {}
         self._errors: dict[int, float] = {}
         self._averaging: dist.ProcessGroup = ddp.process_group
-        self._comparison = Comparison(parameters_of(ddp), options, self._averaging)
-        self._index = {id(p): i for i, p in enumerate(self._comparison.parameters)}
+        target = DdpTarget(ddp)
+        self._comparison = Comparison(target.parameters(), options, self._averaging)
+        self._index = target.index()
 
     @property
     def done(self) -> bool:
@@ -186,7 +186,7 @@ class Shadow:
         if self.done:
             average_exactly(buffer, self._averaging)
             return buffer
-        parameters = [self._index[id(p)] for p in bucket.parameters()]
+        parameters = [self._index[p] for p in bucket.parameters()]
         self._comparison.average(bucket.index(), buffer, parameters)
         if bucket.is_last():
             self._comparison.end_step()
@@ -253,8 +253,9 @@ def shadow(
 
     def make() -> tuple[list[Options], dict[str, Any]]:
         compared = _options_of(ranks, steps, options)
-        check_module(ddp)
-        check_hook(ddp, replaceable="")
+        target = DdpTarget(ddp)
+        target.check()
+        target.check_hook(replaceable="")
         if ddp.process_group.size() == 1:
             raise ValueError("shadow needs a group of at least two ranks, got one")
         return compared, {**to_plain(compared[0]), "ranks": list(ranks), "steps": steps}

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torch_powersgd.agreement import agree
+from torch_powersgd.agreement import agree, equality_of
 from torch_powersgd.group_backends import BACKENDS
-from torch_powersgd.store_agreement import equality_of
 
 PEERS, PINGS = 8, 5  # processes whose delay is measured, and messages to each
 

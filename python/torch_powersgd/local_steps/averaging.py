@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import log
-from torch_powersgd.ddp import in_local_steps
+from torch_powersgd.targets.ddp import in_local_steps
 
 
 class IdleReducer:

@@ -16,10 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_powersgd import agreement, fsdp
+from torch_powersgd import agreement
 from torch_powersgd._core import _C
-from torch_powersgd.attach_checks import described, first_difference
-from torch_powersgd.ddp import in_local_steps
+from torch_powersgd.agreement import Compare, equality_of
 from torch_powersgd.group_backends import group_or_default
 from torch_powersgd.local_steps import averaging
 from torch_powersgd.local_steps.averaging import known_ranks, same_processes
@@ -29,8 +28,10 @@ from torch_powersgd.local_steps.schedule import Schedule, split
 from torch_powersgd.local_steps.watch import takes_local_steps
 from torch_powersgd.optimizer_steps import parameters_of
 from torch_powersgd.option_values import require
-from torch_powersgd.store_agreement import Compare, equality_of
+from torch_powersgd.proposal import described, first_difference
 from torch_powersgd.targets import shard_of
+from torch_powersgd.targets.ddp import in_local_steps
+from torch_powersgd.targets.fsdp_units import own_replicas
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def _check_held(optimizers: Sequence[Optimizer], trained: Tensors) -> None:
 def _check_averages(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     """Raises a ValueError if the model averages gradients in a way that can't be stopped."""
     for module in model.modules():
-        if isinstance(module, FSDPModule) and same_processes(fsdp.own_replicas(module), group):
+        if isinstance(module, FSDPModule) and same_processes(own_replicas(module), group):
             raise ValueError(
                 "FSDP2 averages gradients over the replicas in this module's mesh at every step. "
                 "For local steps, call fully_shard with the mesh of the shards alone "

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd import log
+from torch_powersgd.agreement import naming_absent
 from torch_powersgd.local_steps.fragment import Tensors, at_least_float32
 from torch_powersgd.scope import scope
-from torch_powersgd.store_agreement import naming_absent
 from torch_powersgd.targets import shard_of
 
 _SAMPLES = 64  # of each frozen parameter

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch_powersgd.attach import compress
 from torch_powersgd.matrices import as_reals
 from torch_powersgd.options import Options
-from torch_powersgd.targets import NamedTensors, shard_of
+from torch_powersgd.targets import TensorsByName, shard_of
 
 Tensors = dict[str, torch.Tensor]
 List = list[torch.Tensor]
@@ -64,7 +64,7 @@ class Fragment:
     ) -> None:
         self.parameters = parameters
         self.anchors = {name: at_least_float32(p).clone() for name, p in parameters.items()}
-        self.compression = compress(NamedTensors(self.anchors), options, group)
+        self.compression = compress(TensorsByName(self.anchors), options, group)
         self.attachment = self.compression.attachment
         self._round: _Round | None = None
 
@@ -93,7 +93,7 @@ class Fragment:
 
         Args:
             overlaps: Whether local steps are taken before ``finish``.
-            find_absent: Function to call if the round fails, as of ``store_agreement.absent_from``.
+            find_absent: Function to call if the round fails, as of ``agreement.absent_from``.
         """
         anchors, parameters = _local(self.anchors), _local(self.parameters)
         changes, buffers = self._allocate(anchors)

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd import schema
-from torch_powersgd.agreement import agree
+from torch_powersgd.agreement import agree, equality_of
 from torch_powersgd.local_steps.fragment import Tensors
-from torch_powersgd.store_agreement import equality_of
 
 
 class Loads:

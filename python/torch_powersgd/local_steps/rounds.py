@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd import log
+from torch_powersgd.agreement import absent_from
 from torch_powersgd.local_steps.exact import Buffers
 from torch_powersgd.local_steps.fragment import Fragment, Tensors, reshard
 from torch_powersgd.local_steps.schedule import Schedule
 from torch_powersgd.options import Options
-from torch_powersgd.store_agreement import absent_from
 
 
 @dataclass(frozen=True)

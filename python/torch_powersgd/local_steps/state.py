@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd import schema
-from torch_powersgd.agreement import agree
+from torch_powersgd.agreement import agree, equality_of
 from torch_powersgd.checkpoint import Loaded
 from torch_powersgd.local_steps.fragment import Fragment
 from torch_powersgd.option_values import require
 from torch_powersgd.schema import Exactly, Schema
-from torch_powersgd.store_agreement import equality_of
 
 # The fields of a checksum. That of the outer optimizer leaves the hyperparameters out, because a
 # scheduler adds some.

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from torch_powersgd import log
-from torch_powersgd.agreement import agree
+from torch_powersgd.agreement import agree, equality_of
 from torch_powersgd.checkpoint import PerRank
 from torch_powersgd.local_steps import checks, counting, state, summary
 from torch_powersgd.local_steps.checks import Arguments
@@ -23,7 +23,6 @@ from torch_powersgd.local_steps.schedule import Schedule, lay_under
 from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.local_steps.watch import Watch
 from torch_powersgd.options import Options
-from torch_powersgd.store_agreement import equality_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

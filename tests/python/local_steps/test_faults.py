@@ -26,7 +26,7 @@ from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.paired_training import same
 from support.synthetic import gradient, relative_error
-from torch_powersgd import grad_scaler, store_agreement
+from torch_powersgd import agreement, collective_call, grad_scaler
 from torch_powersgd.local_steps import watch
 from torch_powersgd.units import size_text
 
@@ -172,7 +172,7 @@ def test_a_round_that_is_not_finite_might_as_well_not_have_been(rank: int, delay
 @on_ranks(2)
 def test_a_rank_that_is_absent_is_named(rank: int, call: str, message: str) -> None:
     """Instead of a bare time-out of Gloo."""
-    store_agreement.PATIENCE = store_agreement.GRACE = timedelta(seconds=0.5)
+    collective_call.PATIENCE = agreement.GRACE = timedelta(seconds=0.5)
     model = nn.Sequential(_net(), nn.BatchNorm1d(24))
     optimizer, store = _sgd(model), ranks.side_store()
     steps = tp.LocalSGD(model, optimizer, 1, OPTIONS, warmup_steps=0)

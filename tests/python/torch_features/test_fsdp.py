@@ -36,7 +36,7 @@ from support.meshes import mesh_of
 from support.on_ranks import on_ranks
 from support.paired_training import OPTIONS, STEPS, WARM_UP, TrainingPair, same
 from support.synthetic import TOLERANCE, Ledger, gradient
-from torch_powersgd.fsdp import packed
+from torch_powersgd.targets.fsdp_units import packed
 
 
 @both

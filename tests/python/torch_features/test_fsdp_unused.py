@@ -16,7 +16,7 @@ from support.fsdp_pairs import WORLD_SIZE, Sharded, both, make_pair, on_mesh, pa
 from support.log_records import LogRecords
 from support.paired_training import OPTIONS, STEPS, same
 from support.synthetic import gradient
-from torch_powersgd.fsdp import only_subset
+from torch_powersgd.targets.fsdp_units import only_subset
 
 # torch 2.11 does not have it, and its own FSDP2 fails where a unit goes backward in two passes.
 needs_recent_torch = pytest.mark.skipif(

@@ -32,7 +32,7 @@ from support.synthetic import (
     train,
 )
 from torch_powersgd import _C
-from torch_powersgd.attach_checks import Proposal
+from torch_powersgd.proposal import Proposal
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
 OTHER = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=1, random_seed=3)

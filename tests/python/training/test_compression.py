@@ -35,7 +35,7 @@ from support.synthetic import (
     step,
     train,
 )
-from torch_powersgd import store_agreement
+from torch_powersgd import collective_call
 
 OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
 OTHER = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=3)
@@ -252,8 +252,8 @@ def test_a_process_that_does_not_call_is_named(rank: int, method: str) -> None:
     _ddp, compression = make_compressed(SHAPES, OPTIONS)
     state = compression.state_dict()
     # From here on, as a rank that is only a little late would be named above.
-    store_agreement.PATIENCE = timedelta(seconds=0.2)
-    store_agreement.INTERVAL = timedelta(seconds=0.1)
+    collective_call.PATIENCE = timedelta(seconds=0.2)
+    collective_call.INTERVAL = timedelta(seconds=0.1)
     world().set_timeout(timedelta(seconds=0.5))
     records = LogRecords(logging.WARNING)
     store = ranks.side_store()

@@ -225,9 +225,9 @@ def test_a_copy_of_a_scaler_is_one_of_its_own(
     copied: Callable[[torch.amp.GradScaler], torch.amp.GradScaler],
 ) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    reducer: Any = Mock(states=Mock(loss_scale=None, names=["weight"]))
+    reducer: Any = Mock(states=Mock(loss_scale=None))
     for _ in range(2):  # two models
-        grad_scaler.follow(scaler, reducer, {"weight": torch.ones(1)})
+        grad_scaler.follow(scaler, reducer, {torch.ones(1): 0})
     scaler.scale(torch.ones(1))
     other = copied(scaler)
     other.load_state_dict({**scaler.state_dict(), "scale": 2.0})

@@ -33,9 +33,9 @@ from support.synthetic import (
     relative_error,
     step,
 )
-from torch_powersgd import grad_scaler, reduction_checks
+from torch_powersgd import grad_scaler
 from torch_powersgd._core import _C
-from torch_powersgd.targets import DdpTarget
+from torch_powersgd.targets import DdpTarget, misuse
 
 OPTIONS: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
 
@@ -217,7 +217,7 @@ def _fail(*_: Any, **__: Any) -> None:
     raise ValueError("a fault of the test")
 
 
-@pytest.mark.parametrize("place", ["hook", "agree_with", "register", "follow", "check"])
+@pytest.mark.parametrize("place", ["hook", "agree_with", "register", "follow", "watch"])
 @on_ranks(2)
 def test_an_attach_that_fails_has_changed_nothing(rank: int, place: str) -> None:
     job, twin = _Job("ddp", world()), _Job("ddp", world())
@@ -234,7 +234,7 @@ def test_an_attach_that_fails_has_changed_nothing(rank: int, place: str) -> None
             if rank == 1:  # the other one learns it
                 ddp.register_comm_hook(None, allreduce_hook)
         else:
-            owners: list[Any] = [_C.ModelStates, DdpTarget, grad_scaler, reduction_checks]
+            owners: list[Any] = [_C.ModelStates, DdpTarget, grad_scaler, misuse]
             owner = next(owner for owner in owners if hasattr(owner, place))
             patch.setattr(owner, place, _fail)
         for previous in (job.compression, None):

@@ -19,10 +19,11 @@ import torch.distributed as dist
 import torchft
 from torch.distributed.fsdp import FSDPModule
 
-from torch_powersgd import fsdp, fsdp_hooks
 from torch_powersgd._core import _C
 from torch_powersgd.attach import compress, make_reducer
-from torch_powersgd.targets import DdpTarget, FsdpTarget, NamedTensors, Target, shard_of
+from torch_powersgd.targets import DdpTarget, FsdpTarget, Target, TensorsByName, shard_of
+from torch_powersgd.targets.fsdp_hooks import check_hooks, set_hooks
+from torch_powersgd.targets.fsdp_units import own_replicas
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -151,13 +152,13 @@ class AttachedShards(Attached):
     """The shards of an FSDP2 module. Its hooks use this as the reducer of the replicas."""
 
     def __init__(self, module: FSDPModule, *others: Any) -> None:
-        fsdp_hooks.check_hooks(module)
+        check_hooks(module)
         super().__init__(_ShardsOfReplica(module), *others)
         self.module = ref(module)
         self.in_pass = False
         self.next: tuple[torch.Tensor, int, Sequence[int]] | None = None
         hooked: Any = self
-        fsdp_hooks.set_hooks(module, hooked, replicas=1)
+        set_hooks(module, hooked, replicas=1)
 
     def target(self) -> Target | None:
         module = self.module()
@@ -199,12 +200,12 @@ class _ShardsOfReplica(FsdpTarget):
     """The shards of a module whose replicas FSDP2 doesn't know."""
 
     def check(self) -> None:
-        if fsdp.own_replicas(self.module) is not None:
+        if own_replicas(self.module) is not None:
             raise ValueError(
                 "the mesh of this module has a dimension of replicas, but torchft keeps the "
                 "replicas: call fully_shard with a mesh of one replica's processes"
             )
-        fsdp.check_units(self.module)
+        self.check_units()
 
 
 class AttachedFragment(Attached):
@@ -226,7 +227,7 @@ class AttachedFragment(Attached):
 
     def _target(self, fragment: Any) -> Target:
         parameters = fragment._model_fragment.named_parameters()
-        return NamedTensors({name: shard_of(parameter.detach()) for name, parameter in parameters})
+        return TensorsByName({name: shard_of(parameter.detach()) for name, parameter in parameters})
 
     def sum(self, tensor: torch.Tensor) -> dist.Work | None:
         fragment = self.fragment()

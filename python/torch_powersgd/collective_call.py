@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls that every rank of a group must make: agreement on their arguments, over the store.
+"""A call that every rank of a group must make, and its agreement over the group's store.
 
 Ranks exchange their arguments through the group's store and not by a collective. This way, a rank
 that never calls can be named, and an error on one rank reaches all of them.
@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from torch_powersgd import log
-from torch_powersgd.option_values import cut, shown
+from torch_powersgd.option_values import cut
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 # A warning names a rank that is this late. The wait then polls for its key at this interval.
 PATIENCE = timedelta(seconds=8)
 INTERVAL = timedelta(seconds=0.5)
-# Ranks on which the same collective fails notice it within this time of each other.
-GRACE = timedelta(seconds=3)
 
 T = TypeVar("T")
 # Returns what the call goes on with, and the arguments that ranks compare, in JSON types.
@@ -107,7 +104,7 @@ class CollectiveCall:
         error = self._wait(everyone)
         if not error:
             given = [json.loads(self.store.get(key)) for key in everyone]
-            error = error_of(given) or compare(given)
+            error = _error_of(given) or compare(given)
         conclusion = None if error or conclude is None else conclude(given)
         verdict = {"error": error, "conclusion": conclusion}
         self.store.set(_VERDICT, json.dumps(verdict))
@@ -151,7 +148,7 @@ class CollectiveCall:
         more = ", ..." if len(ranks) > 8 else ""
         return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
 
-    def _without(self, ranks: list[int]) -> str:
+    def without(self, ranks: list[int]) -> str:
         """ "rank 1 has not called attach" or "ranks 1, 2 have not called attach"."""
         return f"{self.names_of(ranks)} {'has' if len(ranks) == 1 else 'have'} not {self.deed}"
 
@@ -180,91 +177,16 @@ class CollectiveCall:
             if late and not named:
                 named = True
                 me = self.names_of([self.rank])
-                log.warning(f"{self._without(late)}; {me} is waiting")
+                log.warning(f"{self.without(late)}; {me} is waiting")
             limit = self.timeout
             if self.rank > 0 and 0 not in late:
                 limit += self.timeout + PATIENCE  # Rank 0 has called since, and waits as long.
             if time.monotonic() - start > limit.total_seconds():
                 seconds = self.timeout.total_seconds()
-                missing = self._without(late or [0])
+                missing = self.without(late or [0])
                 return f"{missing} within {seconds:g} seconds; all ranks must do so"
             time.sleep(INTERVAL.total_seconds())
         return ""
-
-
-@contextlib.contextmanager
-def naming_absent(group: dist.ProcessGroup, deed: str) -> Iterator[None]:
-    """A context for waits: if a collective fails in it, the error names the ranks that lack it.
-
-    Args:
-        group: Group of the collective.
-        deed: What ranks that don't lack it have done, as in ``absent_from``.
-
-    Raises:
-        DistBackendError: Instead of another ``RuntimeError``, if ranks lack the collective.
-    """
-    try:
-        yield
-    except dist.DistBackendError:  # The group has ended on this rank.
-        raise
-    except RuntimeError as error:
-        if absent := absent_from(group, deed):
-            raise dist.DistBackendError(f"{absent}: {error}") from error
-        raise
-
-
-def absent_from(group: dist.ProcessGroup, deed: str) -> str:
-    """Returns which ranks have not made a call that has failed on this one, or nothing.
-
-    The ranks on which it has failed tell each other so, for ``GRACE``. A call that succeeds costs
-    nothing.
-
-    Args:
-        group: Group of the call.
-        deed: What a rank that has called has done, such as "called all_reduce in step 3". It has
-            the call's number.
-    """
-    try:
-        store, rank = group.get_group_store(), group.rank()
-        # A store may outlive a group, and the later one may fail in the same call.
-        attached = PrefixStore("powersgd/attach", store).add(f"calls/{rank}", 0)
-        call = CollectiveCall(
-            PrefixStore(f"powersgd/failed/{deed}/{attached}", store),
-            rank,
-            global_ranks(group),
-            deed,
-            GRACE,
-            explain=CollectiveCall._without,
-        )
-        call.agree({}, lambda everyone: "")
-    except ValueError as absent:
-        return str(absent)
-    except RuntimeError:  # The process that hosts the store has ended.
-        pass
-    return ""
-
-
-def equality_of(things: str) -> Compare:
-    """A ``compare`` for ``agree`` that requires equal arguments; its error names ``things``."""
-
-    def compare(everyone: list[dict[str, Any]]) -> str:
-        for rank, given in enumerate(everyone):
-            for name, first in everyone[0].items():
-                if given.get(name) != first:
-                    return (
-                        f"{things} must be the same on all ranks: {name} is {shown(first)} on "
-                        f"rank 0 and {shown(given.get(name))} on rank {rank}"
-                    )
-        return ""
-
-    return compare
-
-
-def global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
-    """The group's global ranks, or 0, 1, ... if torch doesn't know them."""
-    # A group that ProcessGroup.split_group made is not registered.
-    known = group in dist.distributed_c10d._world.pg_group_ranks
-    return dist.get_process_group_ranks(group) if known else range(group.size())
 
 
 def count_call(store: Store, rank: int) -> int:
@@ -291,7 +213,7 @@ def _as_arguments(error: Exception) -> dict[str, Any]:
     return {"error": message or kind}
 
 
-def error_of(everyone: list[dict[str, Any]]) -> str:
+def _error_of(everyone: list[dict[str, Any]]) -> str:
     """The message of the first rank whose arguments are invalid, or nothing."""
     errors = [given.get("error", "") for given in everyone]
     if errors[0] and len(set(errors)) == 1:

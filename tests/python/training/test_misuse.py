@@ -16,7 +16,7 @@ import torch_powersgd as tp
 from support.log_records import LogRecords
 from support.on_ranks import on_ranks
 from support.synthetic import without_checksums
-from torch_powersgd.reduction_checks import INTERVAL
+from torch_powersgd.targets.misuse import INTERVAL
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2)
 DRIFT = "the gradients of Sequential were not averaged in 20 optimizer steps"

@@ -22,33 +22,33 @@ from support.deadline import UNLIMITED
 from support.groups import world
 from support.on_ranks import on_ranks
 from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relative_error, step
-from torch_powersgd import _C, store_agreement
+from torch_powersgd import _C, agreement, collective_call
 from torch_powersgd._backend import compare_options
 from torch_powersgd.agreement import agree
-from torch_powersgd.attach_checks import Proposal
+from torch_powersgd.proposal import Proposal
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0)
 
 
 def _hurry() -> None:
     """Lets the waits end sooner than a user's."""
-    store_agreement.PATIENCE = timedelta(seconds=0.3)
-    store_agreement.INTERVAL = timedelta(seconds=0.1)
+    collective_call.PATIENCE = timedelta(seconds=0.3)
+    collective_call.INTERVAL = timedelta(seconds=0.1)
 
 
 def _forgets_attach(rank: int) -> tuple[str, str]:
     """The messages and errors of each rank if rank 2 trains without attach."""
     _hurry()
     ddp, raised = make_ddp(SHAPES), ""
-    wait, store = store_agreement.CollectiveCall._wait, ranks.side_store()
+    wait, store = collective_call.CollectiveCall._wait, ranks.side_store()
 
-    def wait_together(call: store_agreement.CollectiveCall, keys: list[str]) -> str:
+    def wait_together(call: collective_call.CollectiveCall, keys: list[str]) -> str:
         """Waits once the other rank has called too, however late."""
         store.set(f"{rank} waits", "1")
         store.wait(["0 waits", "1 waits"])
         return wait(call, keys)
 
-    store_agreement.CollectiveCall._wait = wait_together  # type: ignore[assignment, method-assign]
+    collective_call.CollectiveCall._wait = wait_together  # type: ignore[assignment, method-assign]
     with contextlib.redirect_stderr(io.StringIO()) as heard:
         try:
             if rank == 2:
@@ -111,7 +111,7 @@ def test_waiting_ends_with_the_groups_time_out(rank: int) -> None:
 
 def test_absent_ranks_are_named_in_the_plural() -> None:
     timeout = timedelta(seconds=0.1)
-    call = store_agreement.CollectiveCall(dist.HashStore(), 0, range(4), "called attach", timeout)
+    call = collective_call.CollectiveCall(dist.HashStore(), 0, range(4), "called attach", timeout)
     with pytest.raises(ValueError, match="^ranks 1, 2, 3 have not called attach within"):
         call.agree({}, lambda everyone: "")
 
@@ -144,16 +144,16 @@ def test_a_rank_that_starts_another_backend_is_named() -> None:
 def _ends_after_its_error(rank: int, port: int, folder: Path, patience: float) -> None:
     """Rank 0 hosts the store. The others are slow to read what it has found."""
     launch.enter(rank, 3, port)
-    store_agreement.PATIENCE = timedelta(seconds=patience)
-    wait = store_agreement.CollectiveCall._wait
+    collective_call.PATIENCE = timedelta(seconds=patience)
+    wait = collective_call.CollectiveCall._wait
 
-    def wait_slowly(call: store_agreement.CollectiveCall, keys: list[str]) -> str:
+    def wait_slowly(call: collective_call.CollectiveCall, keys: list[str]) -> str:
         found = wait(call, keys)
         time.sleep(1)
         return found
 
     if rank > 0:
-        store_agreement.CollectiveCall._wait = wait_slowly  # type: ignore[assignment,method-assign]
+        collective_call.CollectiveCall._wait = wait_slowly  # type: ignore[assignment,method-assign]
     try:
         dist.init_process_group("cpu:powersgd", pg_options={"random_seed": rank // 2})
     except Exception as error:
@@ -176,7 +176,7 @@ def _calls_late(rank: int, port: int, folder: Path) -> None:
         store.wait(["rank 0 waits"])
     if rank < 2:
         seconds = timedelta(seconds=2 + 60 * rank)
-        call = store_agreement.CollectiveCall(store, rank, range(3), "called attach", seconds)
+        call = collective_call.CollectiveCall(store, rank, range(3), "called attach", seconds)
         store.set(f"rank {rank} waits", "")
         with pytest.raises(ValueError, match="attach") as raised:
             call.agree({}, lambda everyone: "")
@@ -196,16 +196,16 @@ def test_all_ranks_hear_of_an_absent_rank_before_the_host_of_the_store_ends(tmp_
 @on_ranks(3)
 def test_ranks_without_a_call_that_fails_are_named(rank: int) -> None:
     """The call fails on two ranks, and later on all of them."""
-    store_agreement.GRACE = timedelta(seconds=2)
+    agreement.GRACE = timedelta(seconds=2)
     for absent in (1, 0):
         if rank != absent:
             deed = f"called all_reduce without {absent}"
-            found = store_agreement.absent_from(world(), deed)
+            found = agreement.absent_from(world(), deed)
             assert found == f"rank {absent} has not {deed}"
-    store_agreement.GRACE = timedelta(seconds=UNLIMITED)
+    agreement.GRACE = timedelta(seconds=UNLIMITED)
     with (
         pytest.raises(RuntimeError, match="^closed$"),
-        store_agreement.naming_absent(world(), "called all_reduce with all ranks"),
+        agreement.naming_absent(world(), "called all_reduce with all ranks"),
     ):
         raise RuntimeError("closed")
 

@@ -16,13 +16,21 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd._core import _C
-from torch_powersgd.ddp import ALREADY_ATTACHED
-from torch_powersgd.fsdp import groups_of, only_subset, own_replicas, packed, trainable, units_of
+from torch_powersgd.targets.fsdp_units import (
+    groups_of,
+    only_subset,
+    own_replicas,
+    packed,
+    trainable,
+    units_of,
+)
+from torch_powersgd.targets.target import ALREADY_ATTACHED
 
 
 def set_hooks(module: FSDPModule, reducer: _C.BucketReducer, replicas: int) -> None:
-    """Sets the hooks of the units. The parameters of ``reducer`` are ``shards_of(module)``."""
-    number_of = {id(shard): i for i, (_, _, shard) in enumerate(trainable(module))}
+    """Sets the hooks of the units. The parameters of ``reducer`` are the ``gradients`` of
+    its ``FsdpTarget``."""
+    number_of = {shard: i for i, (_, _, shard) in enumerate(trainable(module))}
     steps = _Steps(reducer.end_step)
     native = own_replicas(module) is not None
     buckets: dict[tuple[int, ...], int] = {}
@@ -54,7 +62,7 @@ class _Unit:
         self,
         reducer: _C.BucketReducer,
         group: Any,
-        number_of: dict[int, int],
+        number_of: dict[Any, int],
         buckets: dict[tuple[int, ...], int],
         steps: _Steps,
     ) -> None:
@@ -76,12 +84,12 @@ class _Unit:
         shards = self._trainable()
         sizes = [shard.padded_sharded_param_size.numel() for shard in shards]
         held = [shards[i] for i in only_subset(sizes, gradients.numel())]
-        known = all(id(shard) in self.number_of for shard in held)
-        return [self.number_of[id(shard)] for shard in held] if known else []
+        known = all(shard in self.number_of for shard in held)
+        return [self.number_of[shard] for shard in held] if known else []
 
     def all_numbers(self) -> list[int]:
         """Returns the parameters of the unit that are attached and trainable."""
-        known = (self.number_of.get(id(shard)) for shard in self._trainable())
+        known = (self.number_of.get(shard) for shard in self._trainable())
         return [number for number in known if number is not None]
 
     def _trainable(self) -> list[Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The first part of ``attach``: checks, and agreement of the processes. It changes nothing."""
+"""What a process proposes in ``attach``, checked and agreed on with the others. Changes nothing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_powersgd import agreement, fsdp
+from torch_powersgd import agreement
 from torch_powersgd._backend import compare_options
 from torch_powersgd._core import _C
 from torch_powersgd.attachment import Attachment
 from torch_powersgd.group_backends import find_backend
 from torch_powersgd.option_values import dtype_name, require
 from torch_powersgd.options import Options, from_core, lay_over, to_plain
-from torch_powersgd.targets import NamedTensors, Target
+from torch_powersgd.targets import Target, TensorsByName
+from torch_powersgd.targets.fsdp import compare_places
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _propose(
     target.check()
     fits = isinstance(scaler, torch.amp.GradScaler | None)
     require(fits, "scaler", "a torch.amp.GradScaler", type(scaler))
-    if scaler is not None and isinstance(target, NamedTensors):
+    if scaler is not None and isinstance(target, TensorsByName):
         raise ValueError(
             "attach takes a scaler only with a module; with tensors, set compression.grad_scale "
             "instead"
@@ -157,7 +158,7 @@ def _propose(
 
 def _compare(everyone: list[dict[str, Any]]) -> str:
     return (
-        fsdp.compare_places([given["place"] for given in everyone])
+        compare_places([given["place"] for given in everyone])
         or compare_options([given["options"] for given in everyone])
         or _compare_gradients([given["gradients"] for given in everyone])
     )
