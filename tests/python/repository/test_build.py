@@ -165,7 +165,7 @@ def test_the_sources_of_a_folder_are_compiled_together(tmp_path: Path) -> None:
 
 
 def test_the_hash_of_the_kernels_is_that_of_their_contents(tmp_path: Path) -> None:
-    files = ["csrc/kernels/cuda/a.cu", *(f"include/powersgd/{n}.h" for n in ("kernels", "packets"))]
+    files = ["csrc/kernels/cuda/a.cu", "include/powersgd/kernels/packets.h"]
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
