@@ -31,6 +31,7 @@ from support.synthetic import (
 from torch_powersgd import schema
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
+COUNTS = ("steps", "skipped_steps", "compressed_calls", "exact_calls", "bytes_before")
 KINDS = ("attach", "attach, per rank", "LocalSGD, per rank", "DiLoCo")
 
 Place = tuple[Any, ...]
@@ -56,7 +57,10 @@ class Attached:
             assert not entry["residual"].requires_grad
 
     def everything(self) -> bytes:
-        return to_bytes(self.stateful.state_dict(per_rank=True))
+        """The residuals and factors, the counts, and the parameters of this rank."""
+        counts = {key: self.stateful.stats()[key] for key in COUNTS}
+        own = self.stateful.state_dict(per_rank=True)
+        return to_bytes([own, counts, self.ddp.module.state_dict()])
 
 
 class LocalSteps:
