@@ -251,5 +251,3 @@ def test_a_process_that_does_not_call_is_named(rank: int, method: str) -> None:
 def test_the_face_is_what_is_listed() -> None:
     assert dir(tp) == sorted(tp.__all__)
     assert all(hasattr(tp, name) for name in tp.__all__)
-    with pytest.raises(TypeError, match="'rank' is not an option. Did you mean matrix_approxim"):
-        tp.Options(rank=3)  # type: ignore[call-arg]
