@@ -83,11 +83,6 @@ def reduces_and_destroys(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def trains_and_destroys(rank: int) -> None:
-    train(rank)
-    dist.destroy_process_group()
-
-
 def trains_and_does_not_destroy(rank: int) -> None:
     train(rank)
 
@@ -113,13 +108,6 @@ def destroys_and_keeps_everything(rank: int) -> None:
 
 def leaves_answered_works(rank: int) -> None:
     kept.extend(start_work(rank) for _ in range(20))
-
-
-def destroys_with_answered_works(rank: int) -> None:
-    leaves_answered_works(rank)
-    dist.destroy_process_group()
-    for work in kept:
-        work.wait()
 
 
 def linger(done: torch.futures.Future[Any]) -> None:

@@ -22,10 +22,8 @@ from support.deadline import UNLIMITED
 from support.groups import world
 from support.on_ranks import on_ranks
 from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relative_error, step
-from torch_powersgd import _C, agreement, collective_call
-from torch_powersgd._backend import compare_options
+from torch_powersgd import agreement, collective_call
 from torch_powersgd.agreement import agree
-from torch_powersgd.proposal import Proposal
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0)
 
@@ -235,13 +233,6 @@ def test_a_bad_argument_on_one_rank_is_an_error_on_every_rank(
     assert tp.stats()["compressed_calls"] == 1
 
 
-def _options_of_proposal(device: str) -> dict[str, Any]:
-    backend: Any = None
-    parameters = {"weight": torch.empty(2, device=device)}
-    options: dict[str, Any] = Proposal(backend, OPTIONS, parameters, {}).plain()["options"]
-    return options
-
-
 @on_ranks()
 def test_an_error_of_any_type_is_a_value_error_on_every_rank(rank: int) -> None:
     def make() -> tuple[None, dict[str, Any]]:
@@ -251,12 +242,6 @@ def test_an_error_of_any_type_is_a_value_error_on_every_rank(rank: int) -> None:
 
     with pytest.raises(ValueError, match="^rank 1: KeyError: 'w'$"):
         agree(world(), "load", make, lambda everyone: "")
-
-
-def test_devices_of_two_types_have_other_kernels() -> None:
-    message = compare_options([_options_of_proposal(device) for device in ("cpu", "cpu", "meta")])
-    version = _C.kernels_version
-    assert f"rank 0 has 'cpu {version}', rank 2 has 'meta {version}'" in message
 
 
 @on_ranks(backend=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,11 @@ from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support import ranks
 from support.call_observer import in_backward
-from support.deadline import UNLIMITED
 from support.log_records import LogRecords
 from support.models import SyncedNorm
+from support.on_ranks import on_ranks
 from support.paired_training import same
-from support.rank_pool import RankPool
 from support.synthetic import Shapes, Synthetic, gradient, gradients, make_ddp, step, weights_of
 
 STEPS = 4  # a flat gradient would be compressed from its third pass on
@@ -189,41 +187,23 @@ def after_detach(peer: Peer, i: int) -> list[torch.Tensor]:
     return [peer.reduced_in_backward(peer.tensor(i, NUMEL))]
 
 
-class BesideAttached:
-    """A rank of the pool, which runs each case in groups of its own."""
-
-    def __init__(self, rank: int) -> None:
-        ranks.init_group("gloo", op_timeout=UNLIMITED)
-        self.rank = rank
-
-    def run(self, name: str) -> None:
-        options = tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=MIN_NUMEL)
-        ours = dist.new_group(backend="cpu:powersgd", pg_options=options)
-        mine = Peer(self.rank, ours, attaches=True)
-        plain = Peer(self.rank, dist.new_group(backend="gloo"), attaches=False)
-        warnings = LogRecords(logging.WARNING)
-        for peer in (mine, plain):
-            peer.ddp = peer.wrap(SHAPES, attach=True)
-        for i in range(STEPS):
-            results = []
-            for peer in (mine, plain):
-                peer.train(i)
-                results.append(CASES[name](peer, i))
-            assert same(*results), f"step {i}"
-        logging.getLogger("torch_powersgd").removeHandler(warnings)
-        assert warnings.seen == []
-        counts = tp.stats(ours)
-        assert counts["compressed_calls"] > 0, "the module itself is compressed"
-        assert counts["steps"] == mine.trained
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2, BesideAttached)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_not_attached_is_exact(pool: RankPool, name: str) -> None:
-    pool.call("run", name)
+@on_ranks(2, backend="gloo")
+def test_what_is_not_attached_is_exact(rank: int, name: str) -> None:
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=MIN_NUMEL)
+    ours = dist.new_group(backend="cpu:powersgd", pg_options=options)
+    mine = Peer(rank, ours, attaches=True)
+    plain = Peer(rank, dist.new_group(backend="gloo"), attaches=False)
+    warnings = LogRecords(logging.WARNING)
+    for peer in (mine, plain):
+        peer.ddp = peer.wrap(SHAPES, attach=True)
+    for i in range(STEPS):
+        results = []
+        for peer in (mine, plain):
+            peer.train(i)
+            results.append(CASES[name](peer, i))
+        assert same(*results), f"step {i}"
+    assert warnings.seen == []
+    counts = tp.stats(ours)
+    assert counts["compressed_calls"] > 0, "the module itself is compressed"
+    assert counts["steps"] == mine.trained

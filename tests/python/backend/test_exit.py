@@ -16,13 +16,11 @@ SCRIPT = Path(__file__).with_name("exit_programs.py")
 # The exit codes of both ranks.
 EXPECTED = {
     "reduces_and_destroys": [0, 0],
-    "trains_and_destroys": [0, 0],
     "trains_and_does_not_destroy": [0, 0],
     "does_not_compress_and_does_not_destroy": [0, 0],
     "keeps_everything": [0, 0],
     "destroys_and_keeps_everything": [0, 0],
     "leaves_answered_works": [0, 0],
-    "destroys_with_answered_works": [0, 0],
     "leaves_a_work_that_nobody_answers": [0, 0],
     "leaves_a_work_while_the_peer_lives": [0, 0],
     "aborts_while_the_peer_lives": [0, 0],

@@ -23,7 +23,6 @@ from support.synthetic import (
     residuals_of,
     step,
 )
-from torch_powersgd.group_backends import find_backend
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
@@ -64,29 +63,6 @@ def test_several_groups_with_options_of_their_own(rank: int) -> None:
         assert compression.stats()["compressed_calls"] == calls
         parameters = compression.state_dict()["parameters"].values()
         assert {saved["q"].shape[0] for saved in parameters} == {q_rank}
-
-
-@on_ranks(4, backend="gloo")
-def test_a_mesh_with_compression_in_one_dimension(rank: int) -> None:
-    """Data parallelism in one dimension; in the other the ranks share the work on one sample."""
-    override: dict[int | str, Any]
-    override = {"replicate": ("cpu:powersgd", _options(2)), "shard": "gloo"}
-    names = ("replicate", "shard")
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names, backend_override=override)
-    replicate, shard = mesh.get_group("replicate"), mesh.get_group("shard")
-    assert find_backend(shard, CPU) is None
-    (ddp, compression), ledger = make_compressed(SHAPES, process_group=replicate), Ledger()
-    members = dist.get_process_group_ranks(shard)
-    for i in range(6):
-        mine = gradients(SHAPES, rank, i)
-        for gradient in mine.values():
-            dist.all_reduce(gradient, group=shard)
-        by_rank = [gradients(SHAPES, member, i) for member in members]
-        assert all(mine[n].equal(by_rank[0][n] + by_rank[1][n]) for n in SHAPES)
-        # The mean over one dimension of the sum over the other.
-        ledger.add(step(ddp, mine), {name: 2 * g for name, g in _mean(range(4), i).items()})
-    assert max(ledger.errors(residuals_of(compression)).values()) < TOLERANCE
-    assert compression.stats()["compressed_calls"] == 6
 
 
 @on_ranks(4, options=_options(2))

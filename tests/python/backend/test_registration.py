@@ -85,7 +85,10 @@ def test_new_group(rank: int) -> None:
         assert tp.stats(group)["compressed_calls"] == 1
     without = dist.new_group(backend="cpu:powersgd")
     assert not _compresses(rank, without), "pg_options are not inherited"
-    assert not _compresses(rank, dist.new_group(backend="gloo"))
+    gloo = dist.new_group(backend="gloo")
+    assert not _compresses(rank, gloo)
+    with pytest.raises(ValueError, match="no powersgd backend"):
+        tp.stats(gloo)
     assert tp.stats()["compressed_calls"] == 0
 
 

@@ -107,26 +107,6 @@ def test_replicas_stay_equal_in_training(
     assert len(set(ranks.run(world_size, _short, kind, options, steps, options=options))) == 1
 
 
-def _dead_columns(rank: int) -> list[str]:
-    """Gradients of rank 1 at rank 4: three rows of Q are drawn anew, with zero steps in between."""
-    torch.set_num_threads(1 + rank)
-    ddp = make_attached(
-        {"w": (60, 80)},
-        tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=4),
-    )
-    digests = []
-    for i in range(50):
-        columns = gradients({"w": (60, 1)}, 0, i)["w"]
-        rows = gradients({"w": (1, 80)}, rank, i)["w"]
-        digests.append(digest(step(ddp, {"w": (i % 3 > 0) * columns @ rows}).values()))
-    return digests
-
-
-def test_replicas_stay_equal_with_dead_columns() -> None:
-    one, two = ranks.run(2, _dead_columns)
-    assert _first_difference(one, two) is None
-
-
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 

@@ -150,10 +150,7 @@ def test_a_process_that_fails_in_the_measurement_leaves_none_waiting(folder: Pat
         ([], "torchrun"),
     ],
 )
-def test_a_wrong_command_line_is_a_usage_error(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", sys.argv)
+def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], message: str) -> None:
     status, said = command_line.run("advise", MODEL, *arguments)
     assert status == 2
     assert message in said
@@ -162,7 +159,6 @@ def test_a_wrong_command_line_is_a_usage_error(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_missing_gpu_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", sys.argv)
     status, said = command_line.run("advise", MODEL, "--device", "cuda")
     assert status == 2
     assert "--device cuda needs a GPU, and torch sees none here" in said

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torch_powersgd as tp
-import torch_powersgd.__main__
+from support import command_line
 from support.deadline import DEADLOCK
 from support.torchrun import torchrun
 from torch_powersgd._core import _C
@@ -72,11 +72,9 @@ def test_the_dependencies_are_those_of_the_package() -> None:
     assert not {"numpy", "pytest", "matplotlib", "rich"} & names
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["torch_powersgd", "--version"])
-    with pytest.raises(SystemExit):
-        torch_powersgd.__main__.main()
-    built, cuda = capsys.readouterr().out.strip().split("; CUDA kernels: ")
+def test_version() -> None:
+    _, said = command_line.run("--version")
+    built, cuda = said.strip().split("; CUDA kernels: ")
     assert built == f"torch_powersgd {tp.__version__}, built against torch {_C.torch_version}"
     assert cuda in ("yes", "no")
 

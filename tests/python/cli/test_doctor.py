@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import torch_powersgd.__main__
+from support import command_line
 from torch_powersgd._core import _C
 from torch_powersgd.cli import doctor
 
@@ -24,15 +23,13 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def test_a_bad_environment_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POWERSGD_WIRE_DTYPE", "int9")
     monkeypatch.setenv("POWERSGD_RANK", "4")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,no-such0")
-    monkeypatch.setattr(sys, "argv", ["torch_powersgd", "doctor"])
-    assert torch_powersgd.__main__.main() == 1
-    said = " ".join(capsys.readouterr().out.split("\nversions\n")[0].split())
+    status, report = command_line.run("doctor")
+    assert status == 1
+    said = " ".join(report.split("\nversions\n")[0].split())
     assert said.startswith("Something is refused or fails here: 1. ")
     assert "1. No process group can be created: environment variable POWERSGD_WIRE_DTYPE: " in said
     assert "got 'int9'. Correct or unset the variable." in said

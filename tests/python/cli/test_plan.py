@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import torch_powersgd.__main__
+from support import command_line
 from torch_powersgd.cli.plan import wrapped
 
 MODULE = """
@@ -72,19 +72,17 @@ Plan = Callable[..., str]
 
 
 @pytest.fixture
-def plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Plan]:
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan]:
     """Runs the command for one of the models; returns its output."""
     (tmp_path / "models_of_test.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("COLUMNS", "160")
 
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["torch_powersgd", "plan", *arguments])
-        assert torch_powersgd.__main__.main() == 0
-        return capsys.readouterr().out
+    def run(*arguments: str, ends_with: int = 0) -> str:
+        status, said = command_line.run("plan", *arguments)
+        assert status == ends_with
+        return said
 
     yield run
     sys.modules.pop("models_of_test", None)
@@ -224,13 +222,8 @@ def test_a_long_name_goes_on_below(width: int) -> None:
         ([], "MODULE:FACTORY"),
     ],
 )
-def test_a_wrong_argument_is_a_usage_error(
-    plan: Plan, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        plan(*arguments)
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
+def test_a_wrong_argument_is_a_usage_error(plan: Plan, arguments: list[str], message: str) -> None:
+    said = plan(*arguments, ends_with=2)
     assert said.startswith("usage: powersgd ")
     assert re.search(message, said, re.DOTALL)
 
@@ -243,13 +236,8 @@ def test_a_wrong_argument_is_a_usage_error(
         ("imports_too_much:model", "ModuleNotFoundError: No module named 'no_such_library'"),
     ],
 )
-def test_an_error_in_the_users_code_shows_its_line(
-    plan: Plan, capsys: pytest.CaptureFixture[str], path: str, error: str
-) -> None:
+def test_an_error_in_the_users_code_shows_its_line(plan: Plan, path: str, error: str) -> None:
     Path("imports_too_much.py").write_text("import no_such_library")
-    with pytest.raises(SystemExit) as ended:
-        plan(path)
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
+    said = plan(path, ends_with=2)
     assert f"error: {path} failed with {error}" in said
     assert f'{path.split(":")[0]}.py", line ' in said

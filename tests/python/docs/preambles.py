@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd
+from support.meshes import mesh_of
 
 Names = dict[str, Any]
 
@@ -156,10 +157,7 @@ def mesh() -> Names:
 
 def _beside_replicas(dim: str) -> DeviceMesh:
     """A mesh of two replicas, whose gradients are compressed, and of another dimension."""
-    options = torch_powersgd.Options(**OPTIONS)
-    override: Any = {"replicate": ("cpu:powersgd", options), dim: "gloo"}
-    dims = ("replicate", dim)
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=dims, backend_override=override)
+    return mesh_of(("cpu:powersgd", torch_powersgd.Options(**OPTIONS)), (dim, 2))
 
 
 def tensor_parallel() -> Names:

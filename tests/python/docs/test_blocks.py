@@ -89,30 +89,6 @@ def test_what_is_not_run_is_well_formed() -> None:
             assert parsed.returncode == 0, f"{block.place}: {parsed.stderr}"
 
 
-def test_the_comments_of_blocks() -> None:
-    text = """\
-<!-- not run: it needs two machines -->
-```bash
-torchrun
-```
-
-<!-- run with: mesh, 4 ranks -->
-```python
-x = 1
-```
-
-- item
-
-    ```text
-    said
-    ```
-"""
-    shell, python, said = blocks_of(text, "page.md")
-    assert (shell.why_not, shell.language) == ("it needs two machines", "bash")
-    assert (python.preamble, python.world_size, python.line) == ("mesh", 4, 7)
-    assert said.code == "said\n"
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -10,20 +10,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.masked import masked_tensor
 
 import torch_powersgd as tp
-from support import ranks
-from support.examples import check_examples, examples
-from support.rank_pool import RankPool
+from support.on_ranks import all_agree, on_ranks
 from support.state_damage import Subclass
 
 Make = Callable[[torch.Tensor], torch.Tensor]
@@ -138,48 +136,22 @@ OPS = ["SUM", "SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BXOR", "PREMUL_SUM
 
 # A kind, rows, columns, and the operation that reduces.
 Drawn = tuple[str, int, int, str]
-# The end of a collective: "raises" with the type of the error, or "returns" with a hash.
-Result = tuple[str, str]
+COUNTS = pytest.mark.parametrize("count", [100, pytest.param(1500, marks=pytest.mark.long)])
+SIZES = [1, 2, 3, 7, 16, 40]
 
 
-class OddTensors:
-    """The groups of one rank."""
+def _draw(random: Random) -> Drawn:
+    return random.choice([*KINDS]), random.choice(SIZES), random.choice(SIZES), random.choice(OPS)
 
-    def __init__(self, rank: int) -> None:
-        warnings.simplefilter("ignore")
-        self.rank = rank
-        ranks.init_group("gloo", None, 300)
-        self.gloo = dist.new_group(backend="gloo")
-        self.exact = {
-            name: dist.new_group(backend="cpu:powersgd", pg_options=options)
-            for name, options in EXACT.items()
-        }
-        self.compressed = dist.new_group(backend="cpu:powersgd", pg_options=COMPRESSED)
 
-    def compare(self, collective: str, drawn: Drawn) -> str:
-        """Compares all exact groups with Gloo. Returns what Gloo does."""
-        expected = self._run(self.gloo, COLLECTIVES[collective], drawn)
-        for name, group in self.exact.items():
-            with tp.scope("always") if "block" in name else contextlib.nullcontext():
-                found = self._run(group, COLLECTIVES[collective], drawn)
-            assert found == expected, (name, found, expected)
-        return expected[0]
-
-    def compress(self, drawn: Drawn) -> tuple[Result, Result]:
-        """The sums over Gloo and in a group that compresses all that it can."""
-        expected = self._run(self.gloo, _all_reduce, drawn)
-        with tp.scope("always"):
-            found = self._run(self.compressed, _all_reduce, drawn)
-        assert found[0] == expected[0], (found, expected)
-        return expected, found
-
-    def _run(self, group: Any, collective: Callable[..., torch.Tensor], drawn: Drawn) -> Result:
-        kind, rows, cols, op = drawn
-        try:
-            tensor = make_tensor(kind, rows, cols, self.rank)
-            return "returns", _hash(collective(tensor, getattr(dist.ReduceOp, op), group))
-        except Exception as error:
-            return "raises", type(error).__name__
+def _run(group: Any, collective: Callable[..., torch.Tensor], drawn: Drawn) -> tuple[str, str]:
+    """The end of a collective: "raises" with the type of the error, or "returns" with a hash."""
+    kind, rows, cols, op = drawn
+    try:
+        tensor = make_tensor(kind, rows, cols, dist.get_rank())
+        return "returns", _hash(collective(tensor, getattr(dist.ReduceOp, op), group))
+    except Exception as error:
+        return "raises", type(error).__name__
 
 
 def _hash(value: torch.Tensor) -> str:
@@ -196,37 +168,40 @@ def _hash(value: torch.Tensor) -> str:
     return hashlib.sha256(bits).hexdigest() + str(value.dtype)
 
 
-SIZES = st.sampled_from([1, 2, 3, 7, 16, 40])
-DRAWN = st.tuples(st.sampled_from([*KINDS]), SIZES, SIZES, st.sampled_from(OPS))
+@COUNTS
+@on_ranks(2, backend="gloo")
+def test_what_is_not_compressed_is_as_over_gloo(rank: int, count: int) -> None:
+    """Every kind is all-reduced, and others are drawn with any collective."""
+    warnings.simplefilter("ignore")
+    gloo = dist.new_group(backend="gloo")
+    groups = {
+        name: dist.new_group(backend="cpu:powersgd", pg_options=options)
+        for name, options in EXACT.items()
+    }
+    random = Random(0)
+    calls: list[tuple[str, Drawn]] = [("all_reduce", (kind, 16, 7, "SUM")) for kind in KINDS]
+    calls += [(random.choice([*COLLECTIVES]), _draw(random)) for _ in range(count)]
+    for name, drawn in calls:
+        expected = _run(gloo, COLLECTIVES[name], drawn)
+        for options, group in groups.items():
+            with tp.scope("always") if "block" in options else contextlib.nullcontext():
+                found = _run(group, COLLECTIVES[name], drawn)
+            assert found == expected, (name, drawn, options)
+        assert all_agree(expected[0]), (name, drawn)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2, OddTensors)
-    yield pool
-    pool.close()
-
-
-@examples(100, 1500)
-def test_what_is_not_compressed_is_as_over_gloo(pool: RankPool, count: int) -> None:
-    def check(collective: str, drawn: Drawn) -> None:
-        first, second = pool.call("compare", collective, drawn)
-        assert first == second
-
-    check_examples(count, check, st.sampled_from([*COLLECTIVES]), DRAWN)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_all_reduced_as_over_gloo(pool: RankPool, kind: str) -> None:
-    first, second = pool.call("compare", "all_reduce", (kind, 16, 7, "SUM"))
-    assert first == second
-
-
-@examples(100, 1500)
-def test_what_is_compressed_is_equal_on_all_ranks(pool: RankPool, count: int) -> None:
-    def check(drawn: Drawn) -> None:
-        gloo, ours = zip(*pool.call("compress", drawn), strict=True)
+@COUNTS
+@on_ranks(2, backend="gloo")
+def test_what_is_compressed_is_equal_on_all_ranks(rank: int, count: int) -> None:
+    warnings.simplefilter("ignore")
+    gloo = dist.new_group(backend="gloo")
+    compressed = dist.new_group(backend="cpu:powersgd", pg_options=COMPRESSED)
+    random = Random(0)
+    for drawn in [_draw(random) for _ in range(count)]:
+        expected = _run(gloo, _all_reduce, drawn)
+        with tp.scope("always"):
+            found = _run(compressed, _all_reduce, drawn)
+        assert found[0] == expected[0], drawn
         # Gloo itself leaves some kinds as they were, such as a negated view.
-        assert ours[0] == ours[1] or gloo[0] != gloo[1]
-
-    check_examples(count, check, DRAWN)
+        same_over_gloo = all_agree(expected)
+        assert all_agree(found) or not same_over_gloo, drawn

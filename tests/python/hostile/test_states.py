@@ -31,6 +31,7 @@ from support.synthetic import (
 from torch_powersgd import schema
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
+COUNTS = ("steps", "skipped_steps", "compressed_calls", "exact_calls", "bytes_before")
 KINDS = ("attach", "attach, per rank", "LocalSGD, per rank", "DiLoCo")
 
 Place = tuple[Any, ...]
@@ -56,7 +57,10 @@ class Attached:
             assert not entry["residual"].requires_grad
 
     def everything(self) -> bytes:
-        return to_bytes(self.stateful.state_dict(per_rank=True))
+        """The residuals and factors, the counts, and the parameters of this rank."""
+        counts = {key: self.stateful.stats()[key] for key in COUNTS}
+        own = self.stateful.state_dict(per_rank=True)
+        return to_bytes([own, counts, self.ddp.module.state_dict()])
 
 
 class LocalSteps:
@@ -146,6 +150,11 @@ def test_the_checksums_cover_names(rank: int) -> None:
     assert "parameters['weights.tale'] of the checkpoint does not match its crc32" in message
 
 
+FIRST, RESIDUAL, Q = (("parameters", 0, *end) for end in ((), ("residual",), ("q",)))
+FRAGMENT, ANCHOR = ("fragments", "0"), ("fragments", "0", "anchors", "0.weight")
+OUTER = "outer_optimizer"
+SCALE = "grad_scale of the checkpoint must be"
+
 # What is wrong is named, by the kind of state.
 NAMED: dict[str, list[tuple[Place, str, str]]] = {
     "attach": [
@@ -156,35 +165,26 @@ NAMED: dict[str, list[tuple[Place, str, str]]] = {
         (("step",), "minus one", "step of the checkpoint must be an integer from 0 to 2**62, got"),
         (("per_rank",), "zero", "per_rank of the checkpoint must be True or False, got 0"),
         (("parameters",), "list", "parameters of the checkpoint must be a dict, got list"),
-        (("parameters", 0), "none", "parameters['weights.conv'] of the checkpoint must be a dict,"),
+        (FIRST, "none", "parameters['weights.conv'] of the checkpoint must be a dict,"),
+        (FIRST, "renamed", "keys of parameters of the checkpoint must be strings, got 5"),
+        (("grad_scale",), "zero", f"{SCALE} a finite number > 0"),
+        (("grad_scale",), "denormal", f"{SCALE} at least 2.94e-39"),
+        (RESIDUAL, "gone", "['weights.conv'] of the checkpoint must be a dict with 'residual'"),
+        (RESIDUAL, "one row more", "'weights.conv'"),
         (
-            ("parameters", 0),
-            "renamed",
-            "keys of parameters of the checkpoint must be strings, got 5",
-        ),
-        (("grad_scale",), "zero", "grad_scale of the checkpoint must be a finite number > 0"),
-        (("grad_scale",), "denormal", "grad_scale of the checkpoint must be at least 2.94e-39"),
-        (
-            ("parameters", 0, "residual"),
-            "gone",
-            "parameters['weights.conv'] of the checkpoint must be a dict with 'residual'",
-        ),
-        (("parameters", 0, "residual"), "one row more", "'weights.conv'"),
-        (
-            ("parameters", 0, "residual"),
+            RESIDUAL,
             "NaN inside",
-            "parameters['weights.conv']['residual'] of the checkpoint must be finite in float32, "
-            "got nan",
+            "'residual'] of the checkpoint must be finite in float32, got nan",
         ),
-        (("parameters", 0, "residual"), "sparse", "must be a dense floating-point tensor, got <T"),
-        (("parameters", 0, "q"), "infinity inside", "must be finite in float32, got inf"),
-        (("parameters", 0, "q"), "meta", "must be a dense floating-point tensor"),
-        (("parameters", 0, "q"), "claims 2**50 rows", "with storage for all of its elements"),
-        (("parameters", 0, "q"), "no rows", "must be a matrix of 1 to 1024 rows"),
+        (RESIDUAL, "sparse", "must be a dense floating-point tensor, got <T"),
+        (Q, "infinity inside", "must be finite in float32, got inf"),
+        (Q, "meta", "must be a dense floating-point tensor"),
+        (Q, "claims 2**50 rows", "with storage for all of its elements"),
+        (Q, "no rows", "must be a matrix of 1 to 1024 rows"),
     ],
     "attach, per rank": [
-        (("parameters", 0, "memory"), "huge numbers", "must be finite in float32, got "),
-        (("parameters", 0, "q_local"), "huge numbers", "must be finite in float32, got "),
+        ((*FIRST, "memory"), "huge numbers", "must be finite in float32, got "),
+        ((*FIRST, "q_local"), "huge numbers", "must be finite in float32, got "),
     ],
     "DiLoCo": [
         ((), "list", "the checkpoint must be a dict, got list"),
@@ -192,40 +192,18 @@ NAMED: dict[str, list[tuple[Place, str, str]]] = {
         (("step",), "gone", "the checkpoint must be a dict with 'step'"),
         (("kind",), "text", "kind of the checkpoint must be 'DiLoCo', got 'text'"),
         (("fragments",), "empty dict", "fragments of the checkpoint must be a dict with '0'"),
+        ((*FRAGMENT, "anchors"), "gone", "fragments['0'] of the checkpoint must be a dict with 'a"),
+        (ANCHOR, "NaN inside", "['anchors']['0.weight'] of the checkpoint must be finite, got nan"),
+        (ANCHOR, "one row less", "must be a dense tensor, torch.float32 [40, 24], got <Tensor: "),
+        ((*FRAGMENT, "compression", "step"), "minus one", "['compression']['step'] of the ch"),
+        ((OUTER,), "gone", "must be a dict with 'outer_optimizer'"),
+        ((OUTER, "moved"), "zero", "must be a list of the numbers of parameters, got"),
         (
-            ("fragments", "1", "anchors"),
-            "gone",
-            "fragments['1'] of the checkpoint must be a dict with 'anchors', as state_dict() "
-            "returned it, got one with the keys ['compression']",
-        ),
-        (
-            ("fragments", "0", "anchors", "0.weight"),
-            "NaN inside",
-            "fragments['0']['anchors']['0.weight'] of the checkpoint must be finite, got nan",
-        ),
-        (
-            ("fragments", "0", "anchors", "0.weight"),
-            "one row less",
-            "must be a dense tensor, torch.float32 [40, 24], got <Tensor: torch.float32, ",
-        ),
-        (
-            ("fragments", "0", "compression", "step"),
-            "minus one",
-            "fragments['0']['compression']['step'] of the checkpoint must be an integer",
-        ),
-        (("outer_optimizer",), "gone", "must be a dict with 'outer_optimizer'"),
-        (("outer_optimizer", "moved"), "zero", "must be a list of the numbers of parameters, got"),
-        (
-            ("outer_optimizer", "state", 0, "momentum_buffer"),
+            (OUTER, "state", 0, "momentum_buffer"),
             "one row less",
             "outer_optimizer['state'][0]['momentum_buffer'] of the checkpoint must be a dense",
         ),
-        (
-            ("outer_optimizer", "param_groups", 0, "lr"),
-            "not a number",
-            "outer_optimizer['param_groups'][0]['lr'] of the checkpoint must be a finite number, "
-            "got nan",
-        ),
+        ((OUTER, "param_groups", 0, "lr"), "not a number", "['lr'] of the checkpoint must be a fi"),
     ],
 }
 
@@ -281,7 +259,7 @@ def _address_space(more: int) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [(("grad_scale",), "a fraction"), (("parameters", 0, "q"), "large numbers")],
+    [(("grad_scale",), "a fraction"), (Q, "large numbers")],
 )
 @on_ranks(2)
 def test_ranks_with_different_states_are_refused(rank: int, place: Place, value: str) -> None:

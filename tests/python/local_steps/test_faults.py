@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support import ranks
 from support.groups import world
+from support.local_job import EVERY, OPTIONS, backward, make_net
 from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.paired_training import same
@@ -30,33 +31,20 @@ from torch_powersgd import agreement, collective_call, grad_scaler
 from torch_powersgd.local_steps import watch
 from torch_powersgd.units import size_text
 
-EVERY = 4
-OPTIONS = {"matrix_approximation_rank": 2}
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
-
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def _backward(model: nn.Module, rank: int, i: int, scale: float = 1.0) -> None:
-    model.zero_grad()
-    (model(gradient((6, 24), "input", rank, i)).square().mean() * scale).backward()
-
-
 @pytest.mark.parametrize("fused", [False, True], ids=["skipped by the scaler", "by the optimizer"])
 @on_ranks(2)
 def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool) -> None:
-    model = _net()
+    model = make_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0, scaler=scaler)
     for i in range(3 * EVERY):
-        _backward(model, rank, i, float(scaler.scale(torch.ones(()))))
+        backward(model, rank, i, float(scaler.scale(torch.ones(()))))
         if rank == 1 and i % 5 == 2:
             list(model.parameters())[0].grad.fill_(torch.inf)  # type: ignore[union-attr]
         scaler.step(optimizer)
@@ -66,7 +54,7 @@ def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool
     copied = copy.deepcopy(scaler)  # for another training, whose steps do not count here
     steps.detach()
     for other in (copied, scaler):
-        _backward(model, rank, 0, float(other.scale(torch.ones(()))))
+        backward(model, rank, 0, float(other.scale(torch.ones(()))))
         other.step(optimizer)
         other.update()
     assert steps.stats()["steps"] == 3 * EVERY
@@ -78,11 +66,11 @@ def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool
 
 @on_ranks(2)
 def test_a_scaler_counts_what_it_skips_after_a_step_without_it(rank: int) -> None:
-    model = _net()
+    model = make_net()
     optimizer, scaler = _sgd(model), torch.amp.GradScaler("cpu", init_scale=8.0)
     steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0, scaler=scaler)
     for i in range(EVERY):
-        _backward(model, rank, i, float(scaler.scale(torch.ones(()))))
+        backward(model, rank, i, float(scaler.scale(torch.ones(()))))
         if i % 2 == 0:  # on all ranks
             optimizer.step()
             continue
@@ -97,26 +85,26 @@ def test_a_scaler_counts_what_it_skips_after_a_step_without_it(rank: int) -> Non
 @on_ranks(1)
 def test_one_scaler_serves_any_number_of_trainings(rank: int) -> None:
     """It forgets those that have ended. Each wrapper of its own would take a frame of the stack."""
-    model, scaler = _net(), torch.amp.GradScaler("cpu", init_scale=8.0)
-    ddp = DistributedDataParallel(_net())
+    model, scaler = make_net(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    ddp = DistributedDataParallel(make_net())
     optimizer, of_ddp = _sgd(model), _sgd(ddp)
     for _ in range(sys.getrecursionlimit() // 2):
         tp.LocalSGD(model, optimizer, EVERY, scaler=scaler).detach()
         tp.attach(ddp, scaler=scaler).detach()
     gc.collect()
     for module, stepped in ((model, optimizer), (ddp, of_ddp)):
-        _backward(module, rank, 0, float(scaler.scale(outputs=torch.ones(()))))
+        backward(module, rank, 0, float(scaler.scale(outputs=torch.ones(()))))
         scaler.step(stepped)
     assert all(not kept.step for kept in [grad_scaler._wrapped[scaler]])
 
 
 @on_ranks(2)
 def test_a_loop_that_skips_on_one_rank_says_so(rank: int) -> None:
-    model = _net()
+    model = make_net()
     optimizer = _sgd(model)
     steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0)
     for i in range(2 * EVERY):
-        _backward(model, rank, i)
+        backward(model, rank, i)
         if rank == 1 and i in (2, 3):
             steps.step_skipped()
         else:
@@ -128,7 +116,7 @@ def test_a_loop_that_skips_on_one_rank_says_so(rank: int) -> None:
 @on_ranks(2)
 def test_a_round_that_is_not_finite_might_as_well_not_have_been(rank: int, delay: int) -> None:
     """All ranks are where they were after the round before, to the bit, with their residuals."""
-    models = [_net(), _net()]
+    models = [make_net(), make_net()]
     optimizers = [_sgd(model) for model in models]
     broken, other = (
         tp.LocalSGD(m, o, EVERY, OPTIONS, fragment_sync_delay=delay, warmup_steps=0)
@@ -137,7 +125,7 @@ def test_a_round_that_is_not_finite_might_as_well_not_have_been(rank: int, delay
 
     def one_round(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         for i in range(EVERY):
-            _backward(model, rank, number * EVERY + i)
+            backward(model, rank, number * EVERY + i)
             optimizer.step()
 
     for number in range(2):
@@ -173,12 +161,12 @@ def test_a_round_that_is_not_finite_might_as_well_not_have_been(rank: int, delay
 def test_a_rank_that_is_absent_is_named(rank: int, call: str, message: str) -> None:
     """Instead of a bare time-out of Gloo."""
     collective_call.PATIENCE = agreement.GRACE = timedelta(seconds=0.5)
-    model = nn.Sequential(_net(), nn.BatchNorm1d(24))
+    model = nn.Sequential(make_net(), nn.BatchNorm1d(24))
     optimizer, store = _sgd(model), ranks.side_store()
     steps = tp.LocalSGD(model, optimizer, 1, OPTIONS, warmup_steps=0)
     if rank == 0:
         world().set_timeout(timedelta(seconds=1))
-        _backward(model, rank, 0)
+        backward(model, rank, 0)
         calls: dict[str, Callable[[], Any]] = {
             "a round": optimizer.step,
             "buffers": steps._rounds.average_buffers,
@@ -191,7 +179,7 @@ def test_a_rank_that_is_absent_is_named(rank: int, call: str, message: str) -> N
 
 @on_ranks(2)
 def test_ranks_that_sync_in_different_ways_are_told(rank: int) -> None:
-    model = _net()
+    model = make_net()
     optimizer = _sgd(model)
     steps = tp.LocalSGD(
         model, optimizer, EVERY, OPTIONS, warmup_steps=0, fragment_sync_delay=EVERY - 1
@@ -205,15 +193,6 @@ def test_ranks_that_sync_in_different_ways_are_told(rank: int) -> None:
     if rank == 0:
         steps.step_skipped()
     steps.sync()
-
-
-@on_ranks(2)
-def test_uneven_inputs_of_ddp_are_refused(rank: int) -> None:
-    ddp = DistributedDataParallel(_net())
-    optimizer = _sgd(ddp)
-    refused = pytest.raises(ValueError, match="join.. does not work with local steps")
-    with tp.LocalSGD(ddp, optimizer, EVERY, OPTIONS), ddp.join(), refused:
-        _backward(ddp, rank, 0)
 
 
 @on_ranks(2)
@@ -246,7 +225,7 @@ def test_buffers_are_averaged_exactly_whatever_the_scope(rank: int) -> None:
 def test_what_is_announced_is_what_a_round_sends(rank: int) -> None:
     """Buffers included, which weigh a thousand times more than the factors here."""
     records = LogRecords(logging.INFO)
-    model = nn.Sequential(nn.BatchNorm1d(24), _net())  # a matrix in each fragment
+    model = nn.Sequential(nn.BatchNorm1d(24), make_net())  # a matrix in each fragment
     model.register_buffer("table", torch.ones(250_000))
     optimizer = _sgd(model)
     steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, fragments=2, warmup_steps=1)
@@ -265,12 +244,12 @@ def test_what_is_announced_is_what_a_round_sends(rank: int) -> None:
 @on_ranks(2)
 def test_a_round_within_inference_mode_spoils_nothing(rank: int, exact: bool) -> None:
     """An outer optimizer would keep tensors that it can't change outside of that mode."""
-    model = _net()
+    model = make_net()
     optimizer, outer = _sgd(model), torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5)
     steps = tp.DiLoCo(model, optimizer, outer, EVERY, OPTIONS, warmup_steps=0)
     for i in range(3):
         for j in range(EVERY + 1):
-            _backward(model, rank, i * EVERY + j)
+            backward(model, rank, i * EVERY + j)
             optimizer.step()
         with torch.inference_mode():
             steps.sync(exact)
@@ -282,14 +261,14 @@ def test_a_round_within_inference_mode_spoils_nothing(rank: int, exact: bool) ->
 @on_ranks(2)
 def test_the_end_leaves_all_as_it_was(rank: int, kind: Any) -> None:
     """The same optimizers can begin again, with another parameter and the outer momentum."""
-    model = _net()
+    model = make_net()
     first = next(model.parameters()).requires_grad_(False)
     optimizer, outer = _sgd(model), kind(model.parameters(), lr=0.01)
     at_first = {*outer.state}  # Adagrad's has all parameters
     for _ in range(2):
         with tp.DiLoCo(model, optimizer, outer, EVERY, OPTIONS, warmup_steps=0) as steps:
             for i in range(EVERY):
-                _backward(model, rank, i)
+                backward(model, rank, i)
                 optimizer.step()
             steps.state_dict()
             steps.detach()
@@ -301,11 +280,11 @@ def test_the_end_leaves_all_as_it_was(rank: int, kind: Any) -> None:
 
 @on_ranks(2)
 def test_one_rank_takes_a_last_step(rank: int) -> None:
-    model = _net()
+    model = make_net()
     optimizer = _sgd(model)
     with tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=1):
         for i in range(1 + rank):
-            _backward(model, rank, i)
+            backward(model, rank, i)
             optimizer.step()
         assert not models_agree(model)
     assert models_agree(model)
@@ -313,14 +292,14 @@ def test_one_rank_takes_a_last_step(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_parameter_that_is_trained_later_is_named(rank: int) -> None:
-    model = _net()
+    model = make_net()
     next(model.parameters()).requires_grad_(False)
     optimizer = _sgd(model)
     tp.LocalSGD(model, optimizer, 2, OPTIONS, warmup_steps=0)
-    _backward(model, rank, 0)
+    backward(model, rank, 0)
     optimizer.step()
     next(model.parameters()).requires_grad_(True)
-    _backward(model, rank, 1)
+    backward(model, rank, 1)
     with pytest.raises(RuntimeError, match="'0.weight' was frozen or missing when LocalSGD"):
         optimizer.step()
 
@@ -330,12 +309,12 @@ def test_a_parameter_that_is_trained_later_is_named(rank: int) -> None:
 def test_steps_of_another_optimizer_are_noticed_and_averaged_at_the_end(
     rank: int, counts: bool
 ) -> None:
-    model, records = _net(), LogRecords(logging.WARNING)
+    model, records = make_net(), LogRecords(logging.WARNING)
     counted, other = _sgd(model), _sgd(model)  # as after a load that has created another one
-    elsewhere = _sgd(_net())
+    elsewhere = _sgd(make_net())
     with tp.LocalSGD(model, counted, 2, OPTIONS, warmup_steps=0):
         for i in range(30):
-            _backward(model, rank, i)
+            backward(model, rank, i)
             # Two optimizers may share a model and take turns. Only one of them is counted.
             (counted if counts and i < 9 and i % 3 == 0 else other).step()
             elsewhere.step()
@@ -346,10 +325,10 @@ def test_steps_of_another_optimizer_are_noticed_and_averaged_at_the_end(
 
 @on_ranks(2)
 def test_local_steps_that_never_end_are_noticed_at_exit(rank: int) -> None:
-    model, records = _net(), LogRecords(logging.WARNING)
+    model, records = make_net(), LogRecords(logging.WARNING)
     optimizer = _sgd(model)
     steps = tp.LocalSGD(model, optimizer, 4, OPTIONS, warmup_steps=0)
-    _backward(model, rank, 0)
+    backward(model, rank, 0)
     optimizer.step()
 
     def noticed() -> int:
@@ -369,9 +348,9 @@ def _refuses(call: Callable[[], Any], message: str) -> None:
 
 @on_ranks(2)
 def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
-    model = _net()
-    sgd, ddp = _sgd(model), DistributedDataParallel(_net())
-    other = _net()
+    model = make_net()
+    sgd, ddp = _sgd(model), DistributedDataParallel(make_net())
+    other = make_net()
     taken = _sgd(other)
     first = tp.LocalSGD(other, taken, 4)
     tp.attach(ddp)
@@ -433,7 +412,7 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     first.detach()
     _refuses(first.state_dict, "LocalSGD has ended: sync it, or save or load its state, before")
     tp.LocalSGD(other, taken, 4).detach()
-    local = DistributedDataParallel(_net())
+    local = DistributedDataParallel(make_net())
     steps = tp.LocalSGD(local, _sgd(local), 4)
     _refuses(lambda: tp.attach(local), "this module takes local steps, which do their own compr")
     steps.detach()

@@ -8,39 +8,15 @@ import pickle
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
-import torch_powersgd as tp
+from support.local_job import EVERY, Job
 from support.on_ranks import all_agree, models_agree, on_ranks
 from support.paired_training import same
-from support.synthetic import gradient
 
-EVERY = 4
-OPTIONS = {"matrix_approximation_rank": 2}
 KINDS = pytest.mark.parametrize(
-    "others", [{}, {"fragments": 2, "fragment_sync_delay": 3}], ids=["", "in flight"]
+    "others", [{"fragments": 1}, {"fragment_sync_delay": 3}], ids=["", "in flight"]
 )
-
-
-class _Job:
-    def __init__(self, outer: bool = False, **others: Any) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        if outer:
-            of_outer = torch.optim.SGD(self.model.parameters(), lr=0.7)
-            others["outer_optimizer"] = of_outer
-        kind: Any = tp.DiLoCo if outer else tp.LocalSGD
-        arguments = {"sync_every": EVERY, "options": OPTIONS, "warmup_steps": 0, **others}
-        self.steps = kind(self.model, self.optimizer, **arguments)
-
-    def train(self, rank: int, first: int, last: int) -> None:
-        for i in range(first, last):
-            self.optimizer.zero_grad()
-            self.model(gradient((6, 24), "input", rank, i)).square().mean().backward()
-            self.optimizer.step()
 
 
 @KINDS
@@ -48,7 +24,7 @@ class _Job:
 @on_ranks(2)
 def test_a_return_to_the_best_is_no_movement(rank: int, others: Any, outer: bool) -> None:
     """Without a learning rate, the model stays what was loaded, to the bit: no residual is left."""
-    job = _Job(outer, **others)
+    job = Job(outer, momentum=0, **others)
     best = copy.deepcopy(job.model.state_dict())
     job.train(rank, 0, 2 * EVERY + 2)
     assert not models_agree(job.model)
@@ -60,7 +36,7 @@ def test_a_return_to_the_best_is_no_movement(rank: int, others: Any, outer: bool
         else:
             job.train(rank, i, i + 1)
         assert same(job.model.state_dict().values(), best.values())
-    job.optimizer.param_groups[0]["lr"] = 0.1
+    job.optimizer.param_groups[0]["lr"] = 0.01
     job.train(rank, 0, 2 * EVERY)
     job.steps.sync()
     assert models_agree(job.model)
@@ -70,7 +46,7 @@ def test_a_return_to_the_best_is_no_movement(rank: int, others: Any, outer: bool
 @on_ranks(2)
 def test_weights_for_an_evaluation_change_nothing(rank: int, others: Any) -> None:
     """Loaded into the model, and its own weights back, or into a copy of it."""
-    plain, swapping = _Job(**others), _Job(**others)
+    plain, swapping = Job(**others), Job(**others)
     for i in range(3 * EVERY):
         plain.train(rank, i, i + 1)
         swapping.train(rank, i, i + 1)
@@ -86,9 +62,10 @@ def test_weights_for_an_evaluation_change_nothing(rank: int, others: Any) -> Non
 
 @on_ranks(2)
 def test_the_state_of_the_steps_may_be_loaded_before_the_model(rank: int) -> None:
-    job = _Job()
+    job = Job(fragments=1)
     job.train(rank, 0, EVERY + 2)
     model, steps = copy.deepcopy(job.model.state_dict()), job.steps.state_dict(per_rank=True)
+    moments = copy.deepcopy(job.optimizer.state_dict())
     job.train(rank, EVERY + 2, 2 * EVERY)
     after = copy.deepcopy(job.model.state_dict())
     for steps_first in (True, False):
@@ -98,13 +75,14 @@ def test_the_state_of_the_steps_may_be_loaded_before_the_model(rank: int) -> Non
         job.model.load_state_dict(model)
         if not steps_first:
             job.steps.load_state_dict(steps)
+        job.optimizer.load_state_dict(copy.deepcopy(moments))
         job.train(rank, EVERY + 2, 2 * EVERY)
         assert same(job.model.state_dict().values(), after.values())
 
 
 @on_ranks(2)
 def test_all_may_load_what_one_of_them_has(rank: int) -> None:
-    job = _Job()
+    job = Job(fragments=1)
     job.train(rank, 0, 2)
     states: list[Any] = [job.model.state_dict()]
     dist.broadcast_object_list(states, 0)
@@ -116,7 +94,7 @@ def test_all_may_load_what_one_of_them_has(rank: int) -> None:
 
 @on_ranks(2)
 def test_different_models_are_refused(rank: int) -> None:
-    job = _Job()
+    job = Job(fragments=1)
     job.train(rank, 0, 2)
     own = {name: (1 + rank) * value for name, value in job.model.state_dict().items()}
     job.model.load_state_dict(own)

@@ -12,23 +12,11 @@ import torch
 from torch import nn
 
 import torch_powersgd as tp
+from support.local_job import EVERY, OPTIONS, backward, make_net
 from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.paired_training import same
 from support.synthetic import gradient, relative_error
-
-EVERY = 4
-OPTIONS = {"matrix_approximation_rank": 2}
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
-
-
-def _backward(model: nn.Module, rank: int, i: int, scale: float = 1.0) -> None:
-    model.zero_grad()
-    (model(gradient((6, 24), "input", rank, i)).square().mean() * scale).backward()
 
 
 def _two(model: nn.Sequential) -> list[torch.optim.Optimizer]:
@@ -43,7 +31,7 @@ def _two(model: nn.Sequential) -> list[torch.optim.Optimizer]:
 @on_ranks(2)
 def test_two_optimizers_train_as_one(rank: int) -> None:
     """To the bit, although each rank leaves out a step of one or of both."""
-    models = [_net(), _net()]
+    models = [make_net(), make_net()]
     one = torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.5)
     both = _two(models[1])
     steps = [
@@ -52,7 +40,7 @@ def test_two_optimizers_train_as_one(rank: int) -> None:
     ]
     for i in range(1 + 3 * EVERY):
         for model in models:
-            _backward(model, rank, i)
+            backward(model, rank, i)
         if i % 5 == 2 + rank:
             for each in steps:
                 each.step_skipped()
@@ -76,12 +64,12 @@ def test_two_optimizers_train_as_one(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_scaler_skips_steps_of_one_of_two(rank: int) -> None:
-    model = _net()
+    model = make_net()
     both = _two(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     steps = tp.LocalSGD(model, both, EVERY, OPTIONS, warmup_steps=0, scaler=scaler)
     for i in range(2 * EVERY):
-        _backward(model, rank, i, float(scaler.scale(torch.ones(()))))
+        backward(model, rank, i, float(scaler.scale(torch.ones(()))))
         if i % 3 == rank:
             both[i % 2].param_groups[0]["params"][0].grad.fill_(torch.inf)
         for optimizer in both:
@@ -117,42 +105,42 @@ class _Lookahead(torch.optim.Optimizer):
 @pytest.mark.parametrize("has_hooks", [True, False])
 @on_ranks(2)
 def test_a_round_follows_the_step_of_a_wrapper(rank: int, has_hooks: bool) -> None:
-    model = _net()
+    model = make_net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = _Lookahead(sgd, has_hooks)
     torch.optim.lr_scheduler.ConstantLR(sgd)
     steps = tp.LocalSGD(model, optimizer, 3, OPTIONS, warmup_steps=0)
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps step, too
     for i in range(6):
-        _backward(model, rank, i)
+        backward(model, rank, i)
         optimizer.step()
         assert models_agree(model) is (i % 3 == 2)
     steps.detach()
-    _backward(model, rank, 0)
+    backward(model, rank, 0)
     optimizer.step()
     assert steps.stats()["steps"] == 6
 
 
 @on_ranks(2)
 def test_an_optimizer_that_takes_no_steps_is_noticed(rank: int) -> None:
-    model, records = _net(), LogRecords()
+    model, records = make_net(), LogRecords()
     both = _two(model)
     with tp.LocalSGD(model, both, EVERY, OPTIONS):
         for i in range(25):
-            _backward(model, rank, i)
+            backward(model, rank, i)
             both[0].step()
         assert len(records.matching("Another of its optimizers took no step")) == (rank == 0)
 
 
 @on_ranks(2)
 def test_creation_in_inference_mode_spoils_nothing(rank: int) -> None:
-    model = _net()
+    model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5)
     with torch.inference_mode():
         steps = tp.DiLoCo(model, optimizer, outer, 2, OPTIONS, warmup_steps=1)
     for i in range(7):
-        _backward(model, rank, i)
+        backward(model, rank, i)
         optimizer.step()
     assert models_agree(model)
     steps.detach()
@@ -181,11 +169,11 @@ def test_an_optimizer_that_holds_weights_is_named(rank: int) -> None:
         torch.optim.Adadelta: False,
     }
     for kind, holds in names.items():
-        model, records = _net(), LogRecords(logging.WARNING)
+        model, records = make_net(), LogRecords(logging.WARNING)
         optimizer = kind(model.parameters(), lr=0.01)
         with tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0):
             for i in range(2 * EVERY):
-                _backward(model, rank, i)
+                backward(model, rank, i)
                 optimizer.step()
         found = records.matching(f"{kind.__name__} holds weights of its own")
         assert len(found) == (holds and rank == 0), kind
@@ -193,7 +181,7 @@ def test_an_optimizer_that_holds_weights_is_named(rank: int) -> None:
 
 @on_ranks(2)
 def test_parameters_outside_the_model_are_named(rank: int) -> None:
-    model, records = _net(), LogRecords(logging.WARNING)
+    model, records = make_net(), LogRecords(logging.WARNING)
     everything = [*model.parameters(), *nn.Linear(3, 5).parameters()]
     optimizer = torch.optim.SGD(everything, lr=0.1)
     tp.LocalSGD(model, optimizer, EVERY, OPTIONS).detach()
@@ -204,7 +192,7 @@ def test_parameters_outside_the_model_are_named(rank: int) -> None:
 @on_ranks(3)
 def test_frozen_parameters_that_change_are_averaged_at_the_end(rank: int) -> None:
     """Those of a teacher, of which rank 2 alone has one that doesn't change."""
-    model = nn.ModuleDict({"student": _net(), "teacher": _net(), "base": _net()})
+    model = nn.ModuleDict({"student": make_net(), "teacher": make_net(), "base": make_net()})
     for name in ("teacher", "base"):
         model[name].requires_grad_(False)
     base = [p.clone() for p in model["base"].parameters()]
@@ -214,7 +202,7 @@ def test_frozen_parameters_that_change_are_averaged_at_the_end(rank: int) -> Non
         for name, parameter in teacher.items():
             if rank < 2 or name != "2.bias":
                 parameter.data += gradient(parameter.shape, "change", name, rank)
-    at_first = dict(_net().named_parameters())
+    at_first = dict(make_net().named_parameters())
     for name, parameter in teacher.items():
         ranks = range(2 if name == "2.bias" else 3)
         changes = [gradient(parameter.shape, "change", name, r).double() for r in ranks]

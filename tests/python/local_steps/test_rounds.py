@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support.on_ranks import all_agree, models_agree, on_ranks
-from support.paired_training import same
 from support.synthetic import (
     SHAPES,
     TOLERANCE,
@@ -110,33 +108,6 @@ def test_a_round_in_every_step_is_the_training_of_attach(rank: int) -> None:
         other.step()
     for (name, mine), theirs in zip(model.weights.items(), ddp.parameters(), strict=True):
         assert relative_error(mine, theirs) < 1e-4, name
-
-
-@on_ranks(2)
-def test_ddp_averages_nothing_until_the_end(rank: int) -> None:
-    """DDP trains to the bit as the module inside of it, and averages again after detach."""
-    torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(24, 40), nn.BatchNorm1d(40), nn.Linear(40, 24))
-    inside, compiled, elsewhere = (copy.deepcopy(alone) for _ in range(3))
-    wrapped = torch.compile(DistributedDataParallel(compiled), backend="eager")
-    same_ranks = dist.new_group(backend="gloo")
-    beside = DistributedDataParallel(elsewhere, process_group=same_ranks)
-    models: list[Any] = [alone, DistributedDataParallel(inside), wrapped, beside]
-    for model in models:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=2) as steps:
-            for i in range(3 * EVERY):
-                optimizer.zero_grad()
-                model(gradient((6, 24), "input", rank, i)).square().mean().backward()
-                assert not all_agree([p.grad.tolist() for p in model.parameters()])
-                optimizer.step()
-        assert steps.ended
-        assert steps.stats()["rounds"] == 2 + 2 + 1
-    for other in (inside, compiled, elsewhere):
-        assert same(alone.state_dict().values(), other.state_dict().values())
-    models[1].zero_grad()
-    models[1](gradient((6, 24), "input", rank, 0)).square().mean().backward()
-    assert all_agree([p.grad.tolist() for p in models[1].parameters()])
 
 
 def _outer(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:

@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import re
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 import torch_powersgd as tp
+from support import command_line
 from support.repository import ROOT
-from torch_powersgd.__main__ import main
 from torch_powersgd._core import _C
 from torch_powersgd.options import from_core, to_core, to_plain
 
@@ -46,7 +43,7 @@ def _members_of_struct(source: str) -> list[str]:
 
 
 def test_the_struct_has_the_fields() -> None:
-    header = ROOT / "include" / "powersgd" / "options.h"
+    header = ROOT / "include" / "powersgd" / "core" / "options.h"
     assert _members_of_struct(header.read_text()) == list(FIELDS)
 
 
@@ -76,22 +73,13 @@ def test_the_page_has_the_fields() -> None:
     assert [name for name, _ in rows] == list(FIELDS)
 
 
-def _help_of(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(sys, "argv", ["torch_powersgd", command, "--help"])
-    with contextlib.redirect_stdout(io.StringIO()) as text, pytest.raises(SystemExit):
-        main()
-    return text.getvalue()
-
-
 def _payload_bytes(options: tp.Options) -> int:
     compressor = _C.BucketCompressor([[96, 64], [16, 12], [7]], to_core(options), torch.float32)
     return compressor.payload_bytes
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_the_command_line_has_what_changes_the_payload(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_has_what_changes_the_payload(name: str) -> None:
     # The 16 x 12 weight is compressed at this rate and rank, and not at higher ones.
     base = tp.Options.hook_defaults(min_compression_rate=3.25, matrix_approximation_rank=2)
     value = base.min_compression_rate + 0.25 if name == "min_compression_rate" else _changed(name)
@@ -99,4 +87,4 @@ def test_the_command_line_has_what_changes_the_payload(
     changed = dataclasses.replace(base, **fields)
     assert (_payload_bytes(changed) != _payload_bytes(base)) == (name in FLAGS)
     for command, flag in FLAGS.get(name, {}).items():
-        assert re.search(rf"{flag}\b", _help_of(command, monkeypatch))
+        assert re.search(rf"{flag}\b", command_line.run(command, "--help")[1])

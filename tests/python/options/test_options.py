@@ -207,13 +207,6 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve(None) == tp.Options(matrix_approximation_rank=2, min_numel=22)
 
 
-def test_a_mapping_is_validated() -> None:
-    with pytest.raises(ValueError, match="^pg_options: scope must be"):
-        resolve({"scope": "some"})
-    with pytest.raises(ValueError, match="scope"):
-        dataclasses.replace(tp.Options(), scope="some")
-
-
 def test_from_hook_state() -> None:
     fields: dict[str, Any] = {
         "matrix_approximation_rank": 3,

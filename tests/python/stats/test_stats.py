@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
-from support.groups import compress
 from support.on_ranks import on_ranks
 from support.synthetic import (
     gradient,
@@ -163,17 +162,6 @@ def test_each_model_has_counts_of_its_own_and_the_group_has_all(rank: int) -> No
     assert (anew["starts_at"], anew["compressing"], anew["steps"]) == (0, True, 2)
     assert of_second.stats()["compressed_calls"] == 1
     assert tp.stats() == group
-
-
-@on_ranks()
-def test_stats_of_a_group(rank: int) -> None:
-    options = tp.Options.hook_defaults(start_powerSGD_iter=0)
-    group = dist.new_group(backend="cpu:powersgd", pg_options=options)
-    compress(gradient([64, 64], rank), group=group)
-    assert tp.stats(group)["compressed_calls"] == 1
-    assert tp.stats()["compressed_calls"] == 0
-    with pytest.raises(ValueError, match="no powersgd backend"):
-        tp.stats(dist.new_group(backend="gloo"))
 
 
 def test_without_a_process_group() -> None:

@@ -6,15 +6,19 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from unittest import mock
 
 import torch_powersgd.__main__
 
 
 def run(*arguments: str) -> tuple[object, str]:
     """Runs a command in this process. Returns its exit status and its output."""
-    sys.argv = ["torch_powersgd", *arguments]
     said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    with (
+        mock.patch.object(sys, "argv", ["torch_powersgd", *arguments]),
+        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(said),
+    ):
         try:
             return torch_powersgd.__main__.main(), said.getvalue()
         except SystemExit as error:

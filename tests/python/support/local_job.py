@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A small model that takes local steps, for tests of its state."""
+"""A small model, and a job in which it takes local steps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,27 @@ EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}
 
 
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+
+
+def backward(model: nn.Module, rank: int, i: int, scale: float = 1.0) -> None:
+    """The gradients of a rank at a step, of a loss with this scale."""
+    model.zero_grad()
+    (model(gradient((6, 24), "input", rank, i)).square().mean() * scale).backward()
+
+
 class Job:
     """A model that takes local steps, of any rank's data."""
 
-    def __init__(self, outer: bool = False, **others: Any) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+    def __init__(self, outer: bool = False, momentum: float = 0.5, **others: Any) -> None:
+        self.model = make_net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         arguments: dict[str, Any] = {"fragments": 2, "warmup_steps": 0, **others}
-        of_outer = torch.optim.SGD(self.model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
+        of_outer = torch.optim.SGD(
+            self.model.parameters(), lr=0.7, momentum=momentum, nesterov=momentum > 0
+        )
         self.steps = (
             tp.DiLoCo(self.model, self.optimizer, of_outer, EVERY, OPTIONS, **arguments)
             if outer
@@ -32,8 +44,7 @@ class Job:
 
     def train(self, rank: int, first: int, last: int) -> None:
         for i in range(first, last):
-            self.optimizer.zero_grad()
-            self.model(gradient((6, 24), "input", rank, i)).square().mean().backward()
+            backward(self.model, rank, i)
             self.optimizer.step()
 
     def save(self) -> bytes:

@@ -52,37 +52,32 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of ``run`` for the group and the timeouts."""
+    """The group of the processes, and how long they may take.
 
-    backend: str | None
-    options: Any
-    timeout: float
-    op_timeout: float
-
-
-def run(
-    world_size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    backend: str | None = "cpu:powersgd",
-    options: Any = None,
-    timeout: float = DEADLOCK,
-    op_timeout: float = OPERATION,
-) -> list[Any]:
-    """Calls function(rank, *args) on each rank inside a process group; returns the results by rank.
-
-    Args:
-        function: a picklable (module-level) function with a picklable result.
+    Attributes:
         backend: the group's backend; None: the function can make a group with ``init_group``.
         options: the group's pg_options, or a list with those of each rank.
         timeout: seconds after which all processes are killed and the test fails.
         op_timeout: the process group's timeout in seconds.
+    """
+
+    backend: str | None = "cpu:powersgd"
+    options: Any = None
+    timeout: float = DEADLOCK
+    op_timeout: float = OPERATION
+
+
+def run(world_size: int, function: Callable[..., Any], *args: Any, **setup: Any) -> list[Any]:
+    """Calls function(rank, *args) on each rank inside a process group; returns the results by rank.
+
+    Args:
+        function: a picklable (module-level) function with a picklable result.
+        setup: those fields of ``Setup`` that differ.
 
     Raises:
         RankFailed: if any process raised, died or did not end.
     """
-    setup = Setup(backend, options, timeout, op_timeout)
-    ended = _run(world_size, function, args, setup, _GRACE_AFTER_FAILURE)
+    ended = _run(world_size, function, args, Setup(**setup), _GRACE_AFTER_FAILURE)
     failures = [outcome.error for outcome in ended if outcome.error]
     failures += [
         f"rank {rank} returned and then ended with exit code {outcome.exitcode} (None: not at all)"
@@ -95,17 +90,11 @@ def run(
 
 
 def outcomes(
-    world_size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    backend: str | None = "cpu:powersgd",
-    options: Any = None,
-    timeout: float = DEADLOCK,
-    op_timeout: float = OPERATION,
+    world_size: int, function: Callable[..., Any], *args: Any, **setup: Any
 ) -> list[Outcome]:
     """Like ``run``, for processes that are expected to fail: waits for all, and raises nothing."""
-    setup = Setup(backend, options, timeout, op_timeout)
-    return _run(world_size, function, args, setup, timeout)
+    made = Setup(**setup)
+    return _run(world_size, function, args, made, made.timeout)
 
 
 def _run(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,14 +132,6 @@ def test_two_models_do_not_disturb_each_other(rank: int, one_backward: bool) -> 
             assert same(outputs_of(ddp).values(), expected[k][i].values()), (i, k)
     layers = [c.stats(per_layer=True)["layers"]["weights.tall"] for _, c in together]
     assert [layer["rank"] for layer in layers] == [2, 1]  # options per model
-
-
-@on_ranks(2, options=OPTIONS)
-def test_a_model_takes_the_groups_options_unless_it_has_its_own(rank: int) -> None:
-    seeded = dataclasses.replace(OPTIONS, random_seed=7)
-    for given, expected in ((None, OPTIONS), ({"random_seed": 7}, seeded), (OTHER, OTHER)):
-        _ddp, compression = make_compressed(SHAPES, given)
-        assert compression.options == expected
 
 
 @on_ranks(2)

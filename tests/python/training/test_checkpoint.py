@@ -119,7 +119,10 @@ def test_resume_goes_on_as_if_there_had_been_no_end(rank: int, saved: tuple[byte
     whole, _ = make_compressed(SHAPES, OPTIONS)
     train(whole, range(SAVED))
     resumed, compression = make_compressed(SHAPES, OPTIONS)
+    records = LogRecords()
     compression.load_state_dict(from_bytes(saved[0]))
+    said = records.matching("loaded the state of step 6, with the residuals of 3 parameters")
+    assert len(said) == (rank == 0)
     steps = range(SAVED, SAVED + 5)
     for expected, outputs in zip(train(whole, steps), train(resumed, steps), strict=True):
         for name, output in outputs.items():

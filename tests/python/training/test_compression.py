@@ -171,26 +171,6 @@ def test_paused_steps_are_exact(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_it_resumes(rank: int) -> None:
-    records = LogRecords(logging.INFO)
-    ddp, compression = make_compressed(SHAPES, OPTIONS)
-    train(ddp, range(4))
-    state = compression.state_dict()
-    ddp, compression = make_compressed(SHAPES, OPTIONS)
-    compression.load_state_dict(state)
-    said = records.matching("loaded the state of step 4, with the residuals of 3 parameters")
-    assert len(said) == (rank == 0)
-    train(ddp, [4])
-    stats = compression.stats()
-    assert stats["steps"] == 5
-    assert stats["compressing"]
-    assert "step 5: " in str(compression)
-    compression.reset_stats()
-    stats = compression.stats(flat=True)
-    assert (stats["steps"], stats["compressed_calls"], stats["bytes_before"]) == (5, 0, 0)
-
-
-@on_ranks(2)
 def test_tensors_are_attached_anew(rank: int) -> None:
     """Other options take over what was not sent, after exact steps by another way."""
     ledger = Ledger()
@@ -271,5 +251,3 @@ def test_a_process_that_does_not_call_is_named(rank: int, method: str) -> None:
 def test_the_face_is_what_is_listed() -> None:
     assert dir(tp) == sorted(tp.__all__)
     assert all(hasattr(tp, name) for name in tp.__all__)
-    with pytest.raises(TypeError, match="'rank' is not an option. Did you mean matrix_approxim"):
-        tp.Options(rank=3)  # type: ignore[call-arg]

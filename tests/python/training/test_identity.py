@@ -77,30 +77,25 @@ def identity(
     assert all_agree(digest(outputs))
 
 
+# Two ranks gather the packets of a wire that rounds. More exchange the large ones two-shot.
+SCALES = [(2, 2.0**40, 1), (3, 1, 2.0**20), (4, 2.0**-40, 1)]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "fields"),
+    ("world_size", "scale", "growth", "fields"),
     [
-        (2, {"matrix_approximation_rank": 1}),
-        (4, {"matrix_approximation_rank": 3}),
-        (2, {"warm_start": False}),
+        (2, 1, 1, {"matrix_approximation_rank": 1}),
+        (4, 1, 1, {"matrix_approximation_rank": 3}),
+        (2, 1, 1, {"warm_start": False}),
+        *((*scales, {"wire_dtype": wire}) for wire in WIRES for scales in SCALES),
     ],
     ids=str,
 )
 @on_ranks()
-def test_outputs_and_residual_add_up(rank: int, world_size: int, fields: dict[str, Any]) -> None:
-    identity(rank, replace(OPTIONS, **fields))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "scale", "growth"), [(2, 2.0**40, 1), (3, 1, 2.0**20), (4, 2.0**-40, 1)]
-)
-@pytest.mark.parametrize("wire", WIRES)
-@on_ranks()
-def test_a_wire_that_rounds_loses_nothing(
-    rank: int, wire: str, world_size: int, scale: float, growth: float
+def test_outputs_and_residual_add_up(
+    rank: int, world_size: int, scale: float, growth: float, fields: dict[str, Any]
 ) -> None:
-    """Two ranks gather their packets. More exchange the large ones two-shot."""
-    identity(rank, replace(OPTIONS, wire_dtype=wire), scale, growth)
+    identity(rank, replace(OPTIONS, **fields), scale, growth)
 
 
 @pytest.mark.parametrize(

@@ -17,17 +17,14 @@ import torch.distributed as dist
 import torch_powersgd as tp
 import torch_powersgd.attachment
 from support import ranks
-from support.on_ranks import all_agree, on_ranks
-from support.paired_training import same
+from support.on_ranks import on_ranks
 from support.synthetic import (
     TOLERANCE,
     Ledger,
     Tensors,
-    from_bytes,
     gradient,
     make_ddp,
     residuals_of,
-    to_bytes,
 )
 from torch_powersgd.matrices import as_reals
 
@@ -84,12 +81,9 @@ def _attach(**fields: Any) -> tp.Compression:
     return tp.attach(_values(0, "attach"), dataclasses.replace(OPTIONS, **fields))
 
 
-def _step(compression: tp.Compression, rank: int, i: object, scale: float = 1.0) -> Tensors:
-    tensors = _values(rank, i)
-    for tensor in tensors.values():
-        tensor *= scale
-    compression.all_reduce(tensors).wait()
-    return {name: tensor / scale for name, tensor in tensors.items()}
+def _step(compression: tp.Compression, rank: int, i: object) -> Tensors:
+    compression.all_reduce(tensors := _values(rank, i)).wait()
+    return tensors
 
 
 with_any_buckets = pytest.mark.parametrize("world_size", BUCKET_BYTES)
@@ -141,28 +135,6 @@ def test_a_work_ends_in_any_way(rank: int, world_size: int) -> None:
         work.wait()  # again, which changes nothing
         assert all(torch.equal(tensors[name], outputs[name]) for name in SHAPES)
         assert work.is_completed()
-
-
-@with_any_buckets
-@on_ranks()
-def test_a_loop_may_deliver_later_discard_or_scale(rank: int, world_size: int) -> None:
-    for wire in WIRES:
-        compression, ledger = _attach(wire_dtype=wire, allow_discard=True), Ledger()
-        for i, choice in enumerate(("apply", "later", "discard", "apply", "discard", "apply")):
-            compression.grad_scale = scale = 2.0 ** (3 * i)
-            spike = 1e4 if choice == "discard" and rank == 1 else 1.0
-            outputs = _reals(_step(compression, rank, i, scale * spike))
-            if choice == "discard":
-                compression.discard_step()
-                continue
-            if choice == "later" and i > 0:
-                compression.step_skipped()
-                # Gradients that are sent exactly and not applied are gone.
-                outputs = {
-                    n: torch.zeros_like(o) if n not in RAW else o for n, o in outputs.items()
-                }
-            ledger.add(outputs, _means(i))
-        ledger.check(compression, **TOLERANCES)
 
 
 @on_ranks(2)
@@ -232,25 +204,6 @@ def test_what_has_no_gradients_is_not_attached(rank: int) -> None:
         _refuses(lambda g=given: tp.attach(g), message)  # type: ignore[misc]
     scaler = torch.amp.GradScaler("cpu")
     _refuses(lambda: tp.attach({"w": ones}, scaler=scaler), "takes a scaler only with a module")
-
-
-@pytest.mark.parametrize("per_rank", [False, True], ids=["mean", "per-rank"])
-@on_ranks(2)
-def test_a_state_goes_on(rank: int, per_rank: bool) -> None:
-    """Saves and loads, while another handle trains."""
-    first, second, other = _attach(wire_dtype="int8"), _attach(wire_dtype="int8"), _attach()
-    # The mean residual is a process's own where all have the same gradients.
-    fed = rank if per_rank else 0
-    for i in range(4):
-        _step(first, fed, i)
-    state = to_bytes(first.state_dict(per_rank))
-    assert all_agree(state) is not per_rank
-    second.load_state_dict(from_bytes(state))
-    for i in range(4, 7):
-        expected = _step(first, fed, i)
-        _step(other, rank, i)
-        assert same(_step(second, fed, i).values(), expected.values())
-    assert second.stats()["steps"] == 7
 
 
 @pytest.mark.parametrize("start", [0, 1])
