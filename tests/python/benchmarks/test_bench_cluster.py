@@ -17,7 +17,6 @@ from support.deadline import DEADLOCK
 from support.repository import ROOT
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("rich")
 
 import bench_cluster
 import report

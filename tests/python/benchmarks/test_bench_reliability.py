@@ -14,7 +14,6 @@ import pytest
 from support.deadline import DEADLOCK, OPERATION
 from support.repository import ROOT
 
-pytest.importorskip("rich")
 
 from reliability import cases, faults, restarts, tables
 from reliability.cases import CASES, FAULT_STEP, Case

@@ -14,7 +14,6 @@ import pytest
 from support.deadline import DEADLOCK
 from support.repository import ROOT
 
-pytest.importorskip("rich")
 
 import bench_scaling
 from scaling import model, tables

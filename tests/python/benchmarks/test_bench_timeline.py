@@ -13,7 +13,6 @@ import pytest
 from support.deadline import DEADLOCK
 from support.repository import ROOT
 
-pytest.importorskip("rich")
 
 import bench_timeline
 from clock import covered
