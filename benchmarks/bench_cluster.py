@@ -46,7 +46,7 @@ import torch
 import torch.distributed as dist
 from cluster import arguments as command_line
 from cluster import figures, models, mps, pictures, tables
-from cluster.contenders import Contender
+from cluster.methods import Contender
 from cluster.player import Player, Run
 from cluster.rank import Job
 from cluster.trainees import EXACT_STEPS
@@ -82,7 +82,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
         self.arguments = arguments
         self.variables = variables  # of the processes' environment
-        lacks = {contender: contender.how.lacks() for contender in arguments.contenders}
+        lacks = {contender: contender.lacks for contender in arguments.contenders}
         self.contenders = [contender for contender, why in lacks.items() if not why]
         self.record: Record = {
             **provenance(processor()),
@@ -118,7 +118,7 @@ class Bench:
     def _player(
         self, cluster: hosts.Hosts, limit: float, model: str, contender: Contender, seed: int = 0
     ) -> Player:
-        job = Job(contender.method, contender.rank or 0, model, self.arguments.device, seed)
+        job = Job(contender, model, self.arguments.device, seed)
         variables = {**self.variables, **contender.how.variables}
         return Player(cluster, job, limit, WARMUP_STEPS, variables, self.arguments.logs)
 

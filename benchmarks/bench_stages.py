@@ -161,7 +161,8 @@ def floor_bytes(case: Case, elements: int) -> int:
     project reads the gradient and the residual's memory and writes the memory, back_project reads
     the memory, reconstruct writes the gradient. benchmarks/kernels/cases.h has the same definition.
     """
-    return elements * (2 * case.dtype.itemsize + 3 * case.options.residual_dtype.itemsize)
+    residual = getattr(torch, dtype_name(case.options.residual_dtype))
+    return elements * (2 * case.dtype.itemsize + 3 * int(residual.itemsize))
 
 
 def _by_device(r: Record) -> dict[str, float]:

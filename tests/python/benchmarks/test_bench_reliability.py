@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from support.deadline import DEADLOCK, OPERATION
-from support.repository import ROOT
-
-
 from reliability import cases, faults, restarts, tables
 from reliability.cases import CASES, FAULT_STEP, Case
 from reliability.faults import GRACE, TIMEOUT, End, Trial
 
+from support.deadline import DEADLOCK, OPERATION
+from support.repository import ROOT
 from support.shaped_links import needs_hosts
 
 PROGRAM = [sys.executable, str(ROOT / "benchmarks" / "bench_reliability.py")]
