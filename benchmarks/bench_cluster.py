@@ -45,12 +45,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from cluster import arguments as command_line
-from cluster import figures, models, mps, pictures, tables
+from cluster import figures, models, pictures, tables
 from cluster.methods import Contender
 from cluster.player import Player, Run
 from cluster.rank import Job
 from cluster.trainees import EXACT_STEPS
-from launcher import emulated_links, hosts, signals
+from launcher import emulated_links, hosts, mps, signals
 from report import Record, processor, provenance, recorded, show, write
 
 # The first steps are not measured: they are exact, rebuild buckets and allocate memory.

@@ -33,7 +33,7 @@ import shapes
 import torch
 import torch.distributed as dist
 from clock import Clock, PeakMemory, gpu_ms, host_ms
-from groups import default_group
+from launcher.ranks import default_group
 from report import Record, add_files, in_turn, processor, provenance, recorded, show, write
 from stages.contestants import Hook, Ours
 from stages.tables import results

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from clock import Clock
 from cluster import methods, models
 from cluster.trainees import PLAIN
-from groups import default_group
+from launcher.ranks import default_group
 from report import Record, add_files, processor, provenance, recorded, show, write
 from stages.contestants import Ours
 from torch.nn.parallel import DistributedDataParallel

@@ -21,10 +21,10 @@ pytest.importorskip("matplotlib")
 import bench_cluster
 import report
 import shapes
-from cluster import methods, models, mps, player
+from cluster import methods, models, player
 from cluster.arguments import PICTURED
 from cluster.rank import Job
-from launcher import hosts
+from launcher import hosts, mps
 
 import torch_powersgd as tp
 from support.shaped_links import needs_hosts, needs_taps
