@@ -12,8 +12,7 @@ after an interruption, run the same command: programs that take hours continue f
 
 Run it on an idle machine. Links between hosts need root, ip and tc. bench_cluster also measures the
 author's powersgd if a clone of https://github.com/epfml/powersgd is on PYTHONPATH; the package that
-pip installs is empty. bench_convergence also measures DeMo if the folder that holds a clone of
-https://github.com/bloc97/DeMo is on PYTHONPATH.
+pip installs is empty. Both it and bench_convergence measure torchft, if it is installed.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ PARTS = {
             "bench_convergence.py losses --stages local-long --seeds 3 --resume",
         ),
         Measurement("shadow", 10, "bench_convergence.py shadow"),
-        Measurement("unlike_data", 5, "bench_convergence.py unlike-data", picture=True),
+        Measurement("unlike_data", 5, "bench_convergence.py unlike-data"),
     ],
 }
 

@@ -34,9 +34,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -47,13 +45,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from cluster import arguments as command_line
-from cluster import figures, models, mps, tables
-from cluster.contenders import Contender
+from cluster import figures, models, pictures, tables
+from cluster.methods import Contender
 from cluster.player import Player, Run
 from cluster.rank import Job
 from cluster.trainees import EXACT_STEPS
-from launcher import emulated_links, hosts, signals
-from report import Record, processor, provenance, show, write
+from launcher import emulated_links, hosts, mps, signals
+from report import Record, processor, provenance, recorded, show, write
 
 # The first steps are not measured: they are exact, rebuild buckets and allocate memory.
 WARMUP_STEPS = EXACT_STEPS + 3
@@ -84,7 +82,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
         self.arguments = arguments
         self.variables = variables  # of the processes' environment
-        lacks = {contender: contender.how.lacks() for contender in arguments.contenders}
+        lacks = {contender: contender.lacks for contender in arguments.contenders}
         self.contenders = [contender for contender, why in lacks.items() if not why]
         self.record: Record = {
             **provenance(processor()),
@@ -120,7 +118,7 @@ class Bench:
     def _player(
         self, cluster: hosts.Hosts, limit: float, model: str, contender: Contender, seed: int = 0
     ) -> Player:
-        job = Job(contender.method, contender.rank or 0, model, self.arguments.device, seed)
+        job = Job(contender, model, self.arguments.device, seed)
         variables = {**self.variables, **contender.how.variables}
         return Player(cluster, job, limit, WARMUP_STEPS, variables, self.arguments.logs)
 
@@ -242,19 +240,14 @@ def measure(arguments: argparse.Namespace) -> Record:
 
 def main() -> None:
     arguments = parse_arguments()
-    packages = ["rich", "matplotlib"] if arguments.picture else ["rich"]
-    lacks = [f"the package {name}" for name in packages if not importlib.util.find_spec(name)]
-    if not arguments.show:
-        lacks += missing(arguments.device, any(arguments.delays), arguments.models)
-    if lacks:
+    lacks = missing(arguments.device, any(arguments.delays), arguments.models)
+    if lacks and not arguments.show:
         sys.exit(f"bench_cluster cannot run here; missing: {', '.join(lacks)}")
-    record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
-    console = show(record, tables.everything(record))
+    record = recorded(arguments, measure)
+    show(record, tables.everything(record))
     for title, why in record["left_out"].items():
-        console.print(f"left out: {title}: {why}", highlight=False)
+        print(f"left out: {title}: {why}")
     if arguments.picture:
-        from cluster import pictures
-
         pictures.draw_links(record, command_line.PICTURED.split(), arguments.picture)
 
 

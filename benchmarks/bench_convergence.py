@@ -6,7 +6,6 @@ python benchmarks/bench_convergence.py losses --resume --json convergence.json -
 python benchmarks/bench_convergence.py losses --methods plain attached:4 int8-wire:8,16,32
 python benchmarks/bench_convergence.py shadow --json shadow.json
 python benchmarks/bench_convergence.py unlike-data --json unlike_data.json
-python benchmarks/bench_convergence.py unlike-data --show unlike_data.json --picture unlike.png
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 
     python benchmarks/bench_reliability.py faults --only stopped killed
     python benchmarks/bench_reliability.py restarts --kills 10 --steps 600
-    python benchmarks/bench_reliability.py faults --show faults.json
     python benchmarks/bench_reliability.py faults --help
 
 The exit status is 1 if a part finds a problem.

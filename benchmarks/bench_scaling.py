@@ -6,7 +6,7 @@
 
 It trains a model that computes nothing and has random gradients, in local processes over Gloo. It
 counts sent bytes, memory, threads and sockets, which do not depend on the load of the machine. The
-model of larger groups predicts times from --rates, --message-us and --handling-us.
+model of larger groups predicts times from assumed costs of a message; see scaling/model.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,6 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--ranks", nargs="+", type=int, default=[2, 4, 8, 16], help="group sizes (2 4 8 16)")
-    of_rates = "modeled link rates, in Gbit/s (1 10)"
-    add("--rates", nargs="+", type=float, default=[1, 10], help=of_rates)
-    of_message = "modeled latency of a small message, in microseconds (50)"
-    add("--message-us", type=float, default=50, help=of_message)
-    handling = "modeled CPU time of sending and receiving a message, in microseconds (25)"
-    add("--handling-us", type=float, default=25, help=handling)
     add_files(parser, "after every run")
     arguments = parser.parse_args(words)
     if min(arguments.ranks) < 2:
@@ -47,7 +41,7 @@ def measure(arguments: argparse.Namespace) -> Record:
         **provenance(processor()),
         "approximation": model.RANK,
         "runs": [],
-        "model": model.predict(arguments.rates, arguments.message_us, arguments.handling_us),
+        "model": model.predict(),
     }
     todo = [(world, method) for world in arguments.ranks for method in model.METHODS]
     for world, method in in_turn(todo, lambda each: f"{each[0]} ranks, {each[1]}"):

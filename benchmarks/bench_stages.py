@@ -27,18 +27,16 @@ import argparse
 import functools
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import shapes
 import torch
 import torch.distributed as dist
 from clock import Clock, PeakMemory, gpu_ms, host_ms
-from groups import default_group
-from report import Record, processor, provenance, write
-from stages.contestants import STAGES, Hook, Ours
-from stages.floor import floor_ms
+from launcher.ranks import default_group
+from report import Record, add_files, in_turn, processor, provenance, recorded, show, write
+from stages.contestants import Hook, Ours
+from stages.tables import results
 
 import torch_powersgd
 from torch_powersgd._core import _C
@@ -64,6 +62,9 @@ class Case:
     @property
     def layout(self) -> Layout:
         return buckets_of([list(shape) for shape in shapes.MODELS[self.model]()], self.dtype)
+
+    def title(self) -> str:
+        return f"{self.model}, rank {self.options.matrix_approximation_rank}, {self.dtype}"
 
     def ours(self) -> Ours:
         return Ours(self.layout, self.options, self.dtype, self.device)
@@ -149,9 +150,19 @@ def bench(case: Case, repeats: int) -> Record:
         "hook_over_ours": hook_result["ms"] / ours_result["ms"],
     }
     result.update(_by_device(result))
-    result["floor_ms"] = floor_ms(result)
+    result["floor_ms"] = floor_bytes(case, gradients.numel) / copied_per_ms
     result["ours_over_floor"] = ours_result["queued_ms"] / result["floor_ms"]
     return result
+
+
+def floor_bytes(case: Case, elements: int) -> int:
+    """The bytes that the stages of a step cannot avoid to read and write.
+
+    project reads the gradient and the residual's memory and writes the memory, back_project reads
+    the memory, reconstruct writes the gradient. benchmarks/kernels/cases.h has the same definition.
+    """
+    residual = getattr(torch, dtype_name(case.options.residual_dtype))
+    return elements * (2 * case.dtype.itemsize + 3 * int(residual.itemsize))
 
 
 def _by_device(r: Record) -> dict[str, float]:
@@ -164,50 +175,8 @@ def _by_device(r: Record) -> dict[str, float]:
     return {"break_even_gbyte_per_s": 2 * r["gradient_bytes"] / (ours["queued_ms"] * 1e-3) / 1e9}
 
 
-def cells(r: Record) -> dict[str, str]:
-    """A line of the table, by its headings."""
-    ours, hook = r["ours"], r["hook"]
-    milliseconds = {
-        **{stage: r["stage_ms"][stage] for stage in STAGES},
-        "all": ours["ms"],
-        "queued": ours["queued_ms"],
-        "hook": hook["ms"],
-        "floor": r["floor_ms"],
-    }
-    return {
-        "model": f"{r['model']} ({r['elements'] / 1e6:.1f} M)",
-        "rank": str(r["rank"]),
-        "gradient": r["dtype"],
-        "residual": r["residual_dtype"],
-        **{name: f"{ms:.3f}" for name, ms in milliseconds.items()},
-        "/ floor": f"{r['ours_over_floor']:.2f}",
-        "hook / all": f"{r['hook_over_ours']:.1f}",
-        **_cells_by_device(r),
-        "launches": f"{ours['launches'] / r['buckets']:.1f}" if ours["launches"] else "-",
-        "memory": f"{ours['memory_bytes'] / r['gradient_bytes']:.2f}",
-        "hook's": f"{hook['memory_bytes'] / r['gradient_bytes']:.2f}",
-    }
-
-
-def _cells_by_device(r: Record) -> dict[str, str]:
-    if "gpu_ms" not in r["ours"]:
-        return {"GB/s": f"{r['break_even_gbyte_per_s']:.0f}"}
-    return {
-        "host": f"{r['hook_over_ours_host_ms']:.1f}",
-        "GPU": f"{r.get('hook_over_ours_gpu_ms', 0):.1f}",
-    }
-
-
-def print_line(words: Iterable[str], headings: Iterable[str]) -> None:
-    """Prints a line of the table at once, so that a time limit loses no earlier line."""
-    (first, _), *others = zip(words, headings, strict=True)
-    print(first.ljust(18), *(w.rjust(max(8, len(heading))) for w, heading in others), flush=True)
-
-
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--device", default="cpu", choices=["cpu", "cuda"], help="device (cpu)")
     add("--models", nargs="+", default=["resnet18", "demo"], choices=shapes.MODELS)
@@ -222,7 +191,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--wire", default="int8", choices=["int8", "float32"], help="of the factors (int8)")
     add("--threads", type=int, default=1, help="number of CPU threads (1)")
     add("--repeats", type=int, default=15, help="number of timed steps (15)")
-    add("--json", type=Path, help="file for the results, written after every configuration")
+    add_files(parser, "after every configuration")
     return parser.parse_args(words)
 
 
@@ -246,22 +215,17 @@ def measure(arguments: argparse.Namespace) -> Record:
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     record: Record = {**provenance(name), "threads": arguments.threads, "results": []}
-    threads = f", {arguments.threads} thread(s)" if device.type == "cpu" else ""
-    print(f"ms per step, {name}{threads}; launches per bucket; peak memory / gradient")
     backend = "nccl" if device.type == "cuda" else "gloo"
     with default_group(backend, store=dist.HashStore(), rank=0, world_size=1):
-        for case in cases_of(arguments, device):
-            line = cells(result := bench(case, arguments.repeats))
-            if not record["results"]:
-                print_line(line, line)
-            print_line(line.values(), line)
-            record["results"].append(result)
+        for case in in_turn(cases_of(arguments, device), Case.title):
+            record["results"].append(bench(case, arguments.repeats))
             write(record, arguments.json)
     return record
 
 
 def main() -> None:
-    measure(parse_arguments())
+    record = recorded(parse_arguments(), measure)
+    show(record, {"ms per step; launches per bucket; peak memory / gradient": results(record)})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ import torch.distributed as dist
 from clock import Clock
 from cluster import methods, models
 from cluster.trainees import PLAIN
-from groups import default_group
-from report import processor, provenance, write
+from launcher.ranks import default_group
+from report import Record, add_files, processor, provenance, recorded, show, write
 from stages.contestants import Ours
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,7 +91,21 @@ def make_step(arguments: argparse.Namespace, rank: int | None, cap: int) -> Step
     return step
 
 
-def measure(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
+def measure(arguments: argparse.Namespace) -> Record:
+    on_gpu = arguments.device == "cuda"
+    record: Record = {
+        **provenance(torch.cuda.get_device_name() if on_gpu else processor()),
+        "model": arguments.model,
+        "batch": [arguments.batch, arguments.tokens],
+        "wire_dtype": str(torch_powersgd.Options().wire_dtype),
+    }
+    backend = PLAIN[arguments.device]
+    with default_group(backend, store=dist.HashStore(), rank=0, world_size=1):
+        _measure(arguments, record)
+    return record
+
+
+def _measure(arguments: argparse.Namespace, record: Record) -> None:
     clock = Clock(torch.device(arguments.device))
     cases = [(None, 25), *((rank, cap) for cap in arguments.caps for rank in arguments.ranks)]
     steps = {case: make_step(arguments, *case) for case in cases}
@@ -110,9 +123,7 @@ def measure(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--device", default="cuda", choices=["cpu", "cuda"], help="device (cuda)")
     texts = [name for name, task in models.TASKS.items() if isinstance(task, models.Text)]
@@ -122,25 +133,21 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--ranks", nargs="+", type=int, default=[4, 16], help="matrix ranks (4 16)")
     add("--caps", nargs="+", type=int, default=[25, 100], help="DDP's bucket_cap_mb (25 100)")
     add("--repeats", type=int, default=5, help="steps per turn (5)")
-    add("--json", type=Path, help="file for the results, written after every turn")
+    add_files(parser, "after every turn")
     return parser.parse_args(words)
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    on_gpu = arguments.device == "cuda"
-    record: dict[str, Any] = {
-        **provenance(torch.cuda.get_device_name() if on_gpu else processor()),
-        "model": arguments.model,
-        "batch": [arguments.batch, arguments.tokens],
-        "wire_dtype": str(torch_powersgd.Options().wire_dtype),
-    }
-    backend = PLAIN[arguments.device]
-    with default_group(backend, store=dist.HashStore(), rank=0, world_size=1):
-        measure(arguments, record)
-    for found in record["results"]:
-        what = f"stages, rank {found['rank']}" if found["rank"] else "no stages"
-        print(f"{what}, buckets of {found['bucket_cap_mb']} MB: {found['ms']:.2f} ms")
+    record = recorded(parse_arguments(), measure)
+    rows = [
+        [
+            f"rank {found['rank']}" if found["rank"] else "none",
+            str(found["bucket_cap_mb"]),
+            f"{found['ms']:.2f}",
+        ]
+        for found in record["results"]
+    ]
+    show(record, {"a step": (["stages", "buckets of, MB", "ms"], rows)})
 
 
 if __name__ == "__main__":

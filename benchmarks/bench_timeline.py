@@ -24,8 +24,8 @@ from statistics import mean
 from typing import Any
 
 import bench_cluster
-from cluster import contenders, models, timeline
-from cluster.contenders import Contender
+from cluster import methods, models, timeline
+from cluster.methods import Contender
 from cluster.rank import Job
 from launcher import hosts, ranks
 from report import Record, Table, add_files, processor, provenance, recorded, show, write
@@ -44,7 +44,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add_files(parser, "after every method")
     parser.add_argument("--device", default="cpu", choices=MODELS, help="device (cpu)")
     parser.add_argument("--model", choices=models.TASKS, help=f"model ({MODELS})")
-    parser.add_argument("--methods", nargs="+", type=contenders.parse, metavar="METHOD[:RANK]")
+    parser.add_argument("--methods", nargs="+", type=methods.parse, metavar="METHOD[:RANK]")
     parser.add_argument("--ranks", type=int, default=4, help="hosts, each with one process (4)")
     parser.add_argument("--rate", default="10gbit", help="rate of the links (10gbit)")
     parser.add_argument("--warmup", type=int, default=6, help="steps before those shown (6)")
@@ -52,8 +52,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder for the logs of the MPS daemon")
     arguments = parser.parse_args(words)
     arguments.model = arguments.model or MODELS[arguments.device]
-    methods = arguments.methods or [contenders.named(METHODS)]
-    arguments.contenders = contenders.joined(methods)
+    arguments.contenders = methods.joined(arguments.methods or [methods.named(METHODS)])
     return arguments
 
 
@@ -87,7 +86,7 @@ def _watch(
     of: argparse.Namespace, cluster: hosts.Hosts, contender: Contender, variables: dict[str, str]
 ) -> tuple[str, list[Any]]:
     """The GPU's name, and the marks of each step and rank."""
-    job = Job(contender.method, contender.rank or 0, of.model, of.device)
+    job = Job(contender, of.model, of.device)
     of_ranks = ranks.call(
         timeline.watch,
         cluster,

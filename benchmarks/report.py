@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The output of all benchmarks: JSON records with their provenance, tables, and plots.
 
-rich and matplotlib are imported where they are used: a machine with a GPU may have neither.
+matplotlib is imported where it is used: a machine with a GPU may not have it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from torch_powersgd.cli.tables import Table as OnTerminal
 
 T = TypeVar("T")
 Record = dict[str, Any]
@@ -158,23 +157,11 @@ def _joined(parts: Sequence[str], room: int, apart: str) -> str:
     return text
 
 
-def show(record: Record, tables: Mapping[str, Table], *about: str) -> Console:
-    """Prints the provenance of a record and its tables, by title. Returns rich's console."""
-    from rich import console, table
-
-    printer = console.Console()
-    if not printer.is_terminal:
-        printer.width = 180  # rich's default is 80
-    origin = (f"{name} {record[name]}" for name in PROVENANCE)
-    printer.print(*origin, *about, sep=", ", highlight=False)
+def show(record: Record, tables: Mapping[str, Table], *about: str) -> None:
+    """Prints the provenance of a record and its tables, by title."""
+    print(*(f"{name} {record[name]}" for name in PROVENANCE), *about, sep=", ")
     for title, (headings, rows) in tables.items():
-        printed = table.Table(title=title, title_justify="left")
-        for i, text in enumerate(headings):
-            printed.add_column(text, justify="right" if i else "left", no_wrap=i == 0)
-        for row in rows:
-            printed.add_row(*row)
-        printer.print(printed)
-    return printer
+        print(f"\n{title}\n{OnTerminal(headings, rows)}")
 
 
 def markdown(table: Table) -> str:
@@ -193,21 +180,10 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 
 def in_turn(todo: Sequence[T], title: Callable[[T], str]) -> Iterator[T]:
-    """Yields each item, and shows a progress bar with its title."""
-    from rich import progress
-
-    columns = (
-        progress.TextColumn("{task.description:<56}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-    )
-    with progress.Progress(*columns) as bars:
-        bar = bars.add_task("", total=len(todo))
-        for each in todo:
-            bars.update(bar, description=title(each))
-            yield each
-            bars.advance(bar)
+    """Yields each item, and prints its title first."""
+    for number, each in enumerate(todo, 1):
+        print(f"{number} of {len(todo)}: {title(each)}", flush=True)
+        yield each
 
 
 def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> Any:

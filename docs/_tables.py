@@ -2,7 +2,7 @@
 """Prints docs/PAGE.md with new tables from benchmarks/results. --write writes all such pages.
 
 A table stands between two comments, <!-- table: NAME of FILE --> and <!-- end of table -->. NAME
-is a function in one of the tables modules in benchmarks. It can take arguments:
+is one of TABLES. It can take arguments:
 <!-- table: losses front language lstm of convergence.json -->. The word -METHOD leaves a row out.
 
     python docs/_tables.py performance
@@ -22,8 +22,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from cluster import tables as of_cluster  # noqa: E402
 from convergence import tables as of_convergence  # noqa: E402
-from reliability import tables as of_reliability  # noqa: E402
-from report import Table, markdown  # noqa: E402
+from reliability.faults import outcomes  # noqa: E402
+from report import Record, Table, markdown  # noqa: E402
 from scaling import tables as of_scaling  # noqa: E402
 from stages import tables as of_stages  # noqa: E402
 
@@ -31,7 +31,26 @@ PAGES = ("performance", "convergence", "local-steps", "scaling", "reliability")
 _TABLE = re.compile(
     r"(<!-- table: (\w+)((?: \S+)*?) of (\S+) -->\n).*?(<!-- end of table -->)", flags=re.DOTALL
 )
-_OF_BENCHMARKS: tuple[Callable[..., Table], ...] = (
+_BACKENDS = {
+    "cpu:powersgd": "`cpu:powersgd`",
+    "attached": "`cpu:powersgd`, attached",
+}
+
+
+def suites(record: Record) -> Table:
+    """How many of other people's tests have the same result as with Gloo."""
+    headings = ["suite", "backend", "ranks", "tests", "passed as with Gloo", "skipped as with Gloo"]
+    headings += ["fail over Gloo", "differences"]
+    rows = [
+        [row["suite"], _BACKENDS[row["backend"]]]
+        + [str(row[field]) for field in ("ranks", "tests", "passed", "skipped", "fail over gloo")]
+        + [str(len(row["differences"]))]
+        for row in record["rows"]
+    ]
+    return headings, rows
+
+
+_OF_RECORDS: tuple[Callable[..., Table], ...] = (
     of_cluster.links,
     of_cluster.by_model,
     of_stages.stages_by_rank,
@@ -40,12 +59,12 @@ _OF_BENCHMARKS: tuple[Callable[..., Table], ...] = (
     of_convergence.losses_by_task,
     of_convergence.shadow,
     of_convergence.unlike_data,
-    of_reliability.outcomes,
-    of_reliability.suites,
+    outcomes,
+    suites,
     of_scaling.larger_groups,
     of_scaling.sent_by_ranks,
 )
-TABLES = {table.__name__: table for table in _OF_BENCHMARKS}
+TABLES = {table.__name__: table for table in _OF_RECORDS}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from launcher import hosts
 from report import add_files
 
-from cluster import contenders, models
+from cluster import methods, models
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
@@ -67,7 +67,7 @@ def _parser(doc: str) -> argparse.ArgumentParser:
         parser.add_argument(name, help=help, **settings)
 
     of_methods: dict[str, Any] = {"nargs": "+", "metavar": "METHOD[:RANK,...]"}
-    of_methods["type"] = contenders.parse
+    of_methods["type"] = methods.parse
     steps = _at_least(2)
     add("--device", "device (cpu)", default="cpu", choices=DEFAULTS)
     add("--models", "models", nargs="+", choices=models.TASKS)
@@ -97,7 +97,7 @@ def parse(doc: str) -> argparse.Namespace:
     for name in ("models", "ranks", "rates"):
         if getattr(arguments, name) is None:
             setattr(arguments, name, defaults[name])
-    methods = arguments.methods or [contenders.named(defaults["methods"])]
-    arguments.contenders = contenders.joined(methods)
-    arguments.learning = contenders.joined(arguments.learning_methods or methods)
+    chosen = arguments.methods or [methods.named(defaults["methods"])]
+    arguments.contenders = methods.joined(chosen)
+    arguments.learning = methods.joined(arguments.learning_methods or chosen)
     return arguments

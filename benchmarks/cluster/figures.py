@@ -11,10 +11,10 @@ from typing import Any
 
 from report import quartiles
 
+from cluster.methods import REFERENCES
 from cluster.player import Run
 
 NONE = "none"  # Figures give how much longer a step takes than this method's.
-REFERENCES = (NONE, "ddp-alone")  # methods that average nothing
 LEAST_WINDOW = 10
 Figures = dict[str, Any]
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import torch_powersgd as tp
-from cluster.trainees import EXACT_STEPS, PLAIN, POWERSGD, Method, Parallel, Trainee, refusal
+from cluster.trainees import EXACT_STEPS, Method, Parallel, Trainee
 
 # Arguments of LocalSGD, and of the outer SGD that makes it DiLoCo.
 _SCHEDULE = {
@@ -30,6 +30,7 @@ _SCHEDULE = {
     "warmup_steps": EXACT_STEPS,
 }
 _OUTER = ("lr", "momentum")
+_FIELDS = tuple(tp.Options.__dataclass_fields__)
 
 
 class Local(Trainee):
@@ -54,7 +55,7 @@ def _outer(parameters: Iterable[nn.Parameter], lr: float, momentum: float) -> to
     return torch.optim.SGD(parameters, lr, momentum, nesterov=momentum > 0)
 
 
-def local(title: str, **settings: Any) -> Method:
+def _local(title: str, **settings: Any) -> Method:
     """This project's local steps. ``settings``: its arguments, the outer SGD's, and Options."""
     schedule = {name: settings.get(name, value) for name, value in _SCHEDULE.items()}
     outer = {name: settings[name] for name in _OUTER if name in settings}
@@ -63,6 +64,8 @@ def local(title: str, **settings: Any) -> Method:
     def options(rank: int, seed: int) -> tp.Options:
         chosen = {"start_powerSGD_iter": schedule["warmup_steps"], "random_seed": seed, **fields}
         return tp.Options(matrix_approximation_rank=rank, **chosen)
+
+    options(1, 0)  # refuses wrong values
 
     def make(model: nn.Module, rank: int, seed: int) -> Trainee:
         def begin(module: nn.Module, optimizer: torch.optim.Optimizer) -> tp.LocalSGD:
@@ -73,9 +76,13 @@ def local(title: str, **settings: Any) -> Method:
 
         return Local(model, begin)
 
-    every = schedule["sync_every"]
     return Method(
-        title, POWERSGD, make, options, lambda: refusal(options), every=lambda rank: every
+        title,
+        make,
+        options,
+        every=schedule["sync_every"],
+        settings=(*_SCHEDULE, *_OUTER, *_FIELDS),
+        vary=functools.partial(_local, **settings),
     )
 
 
@@ -101,7 +108,7 @@ class _Torchft(Trainee):
     """torchft's DiLoCo, without warm-up. With options, this project compresses what it averages."""
 
     def __init__(
-        self, model: nn.Module, every: int, lr: float, momentum: float, options: Mapping[str, Any]
+        self, model: nn.Module, every: int, lr: float, momentum: float, **options: Any
     ) -> None:
         super().__init__(model)
         self._every, self._lr, self._momentum, self._options = every, lr, momentum, options
@@ -163,57 +170,25 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _torchft_lacks() -> str:
-    return "" if importlib.util.find_spec("torchft") else "no module torchft: pip install torchft"
-
-
-def _torchft(title: str, lr: float, momentum: float, **options: Any) -> Method:
+def _torchft(title: str, **settings: Any) -> Method:
+    compressed = any(name not in _OUTER for name in settings)
     return Method(
-        title.replace("exact", "compressed") if options else title,
-        PLAIN,
-        lambda model, every, seed: _Torchft(model, every, lr, momentum, options),
-        lacks=_torchft_lacks,
-        measure="every",
-        every=lambda every: every,
+        title.replace("exact", "compressed") if compressed else title,
+        lambda model, every, seed: _Torchft(model, every, **settings),
+        every=None,
+        needs="torchft",
+        settings=(*_OUTER, *_FIELDS),
+        vary=functools.partial(_torchft, **settings),
     )
 
 
-_TITLES = {
-    "local-sgd": "ours, LocalSGD",
-    "diloco": "ours, DiLoCo",
-    "torchft": "torchft's DiLoCo, exact",
-}
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "local-sgd": {},
-    "diloco": {"lr": 0.8, "momentum": 0.3, "fragments": 5},
-    "torchft": {"lr": 0.7, "momentum": 0.9},  # DiLoCo's
-}
-
-
-def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
-    """One of TAKE_SETTINGS with changed settings, which its title states.
-
-    Raises:
-        ValueError: If a setting is unknown.
-    """
-    theirs = name == "torchft"
-    schedule = () if theirs else tuple(_SCHEDULE)
-    allowed = (*schedule, *_OUTER, *tp.Options.__dataclass_fields__)
-    if unknown := [setting for setting in settings if setting not in allowed]:
-        raise ValueError(f"{unknown[0]!r} is not a setting of {name}")
-    told = [f"{setting.replace('_', ' ')} {value}" for setting, value in settings.items()]
-    make = _torchft if theirs else local
-    return make(", ".join([_TITLES[name], *told]), **{**_SETTINGS[name], **settings})
-
-
-TAKE_SETTINGS = tuple(_TITLES)
 METHODS = {
-    **{name: with_settings(name, {}) for name in TAKE_SETTINGS},
+    "local-sgd": _local("ours, LocalSGD"),
+    "diloco": _local("ours, DiLoCo", lr=0.8, momentum=0.3, fragments=5),
+    "torchft": _torchft("torchft's DiLoCo, exact", lr=0.7, momentum=0.9),  # DiLoCo's
     "post-local-sgd": Method(
         "torch's PostLocalSGDOptimizer",
-        PLAIN,
         lambda model, every, seed: _PostLocal(model, every),
-        measure="every",
-        every=lambda every: every,
+        every=None,
     ),
 }

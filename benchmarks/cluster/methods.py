@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The methods of averaging gradients to compare. To add one, add an entry to METHODS.
 
-find() also knows this project's methods with other options, "int8-wire+min_compression_rate=3",
-DDP's bucket_cap_mb, or NCCL's variables, "attached+NCCL_PROTO=LL", and its local steps with other
-arguments, "local-sgd+sync_every=30".
+On the command line, a method has its matrix ranks, "plain hook-1-bucket:4 int8-wire:8,16". This
+project's also have settings: fields of Options, DDP's bucket_cap_mb, variables of NCCL, or the
+arguments of local steps, "int8-wire+min_compression_rate=3:4" and "local-sgd+sync_every=30:16".
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
+import functools
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,43 +22,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import torch_powersgd as tp
 from cluster import local_methods
-from cluster.trainees import (
-    EXACT_STEPS,
-    PLAIN,
-    POWERSGD,
-    Make,
-    Method,
-    Parallel,
-    Trainee,
-    refusal,
-)
+from cluster.trainees import EXACT_STEPS, Author, Make, Method, Parallel, Trainee
+
+REFERENCES = ("none", "ddp-alone")  # methods that average nothing
 
 _CAP = "bucket_cap_mb"  # DDP's
-
-
-class Author(Trainee):
-    """github.com/epfml/powersgd, which averages after backward and keeps its residual in .grad."""
-
-    def __init__(self, model: nn.Module, rank: int) -> None:
-        import powersgd
-
-        super().__init__(model)
-        self.parameters = list(model.parameters())
-        config = powersgd.Config(rank=rank, start_compressing_after_num_steps=EXACT_STEPS)
-        self.aggregator = powersgd.PowerSGD(self.parameters, config)
-
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        residuals = [parameter.grad for parameter in self.parameters]
-        averages = self.aggregator.aggregate(residuals)
-        for parameter, average in zip(self.parameters, averages, strict=True):
-            parameter.grad = average
-        yield
-        for parameter, residual in zip(self.parameters, residuals, strict=True):
-            parameter.grad = residual
-
-    def clear(self) -> None:
-        """Keeps the residual in .grad, where backward adds the next gradient to it."""
+_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO")
+_SETTINGS = (*tp.Options.__dataclass_fields__, _CAP, *_VARIABLES)
 
 
 def _parallel(model: nn.Module, rank: int, seed: int) -> Trainee:
@@ -79,13 +50,13 @@ for _hook in (_average_nothing, _in_bfloat16):
     _hook.__annotations__.clear()  # DDP compares them with types; these are strings
 
 
-def _hooked(hook: Callable[..., Any]) -> Make:
+def _hooked(title: str, hook: Callable[..., Any]) -> Method:
     def make(model: nn.Module, rank: int, seed: int) -> Trainee:
         trainee = Parallel(model)
         trainee.ddp.register_comm_hook(None, hook)
         return trainee
 
-    return make
+    return Method(title, make, approximates=False)
 
 
 def _power_sgd_hooked(**ddp: Any) -> Make:
@@ -109,144 +80,147 @@ def _options(rank: int, seed: int, **fields: Any) -> tp.Options:
     return tp.Options.hook_defaults(matrix_approximation_rank=rank, **chosen)
 
 
-def _attached(title: str, bucket_cap_mb: int | None = None, **fields: Any) -> Method:
-    """This project, attached with these options. It is unavailable if they are not allowed."""
-    variables = {name: str(fields.pop(name)) for name in list(fields) if _is_variable(name)}
-
-    def make(model: nn.Module, rank: int, seed: int) -> Trainee:
-        trainee = Parallel(model, bucket_cap_mb=bucket_cap_mb)
-        trainee.compression = tp.attach(trainee.ddp, _options(rank, seed, **fields))
-        return trainee
+def _attached(title: str, **settings: Any) -> Method:
+    """This project, attached with these settings."""
+    variables = {name: str(settings[name]) for name in _VARIABLES if name in settings}
+    fields = {name: settings[name] for name in settings if name not in (_CAP, *_VARIABLES)}
 
     def options(rank: int, seed: int) -> tp.Options:
         return _options(rank, seed, **fields)
 
-    return Method(
-        title,
-        POWERSGD,
-        make,
-        options,
-        lambda: refusal(options),
-        attached=True,
-        fields=fields,
-        variables=variables,
-    )
+    options(1, 0)  # refuses wrong values
 
+    def make(model: nn.Module, rank: int, seed: int) -> Trainee:
+        trainee = Parallel(model, bucket_cap_mb=settings.get(_CAP))
+        trainee.compression = tp.attach(trainee.ddp, options(rank, seed))
+        return trainee
 
-def _is_variable(name: str) -> bool:
-    """True for a variable of the environment that NCCL reads."""
-    return name.startswith("NCCL_")
-
-
-def _author_lacks() -> str:
-    if importlib.util.find_spec("powersgd"):
-        return ""
-    # Its setup.cfg looks for packages in a folder that does not exist.
-    return (
-        "no module powersgd; what pip installs under that name is empty: clone "
-        "https://github.com/epfml/powersgd and put the clone on PYTHONPATH"
-    )
-
-
-def _demo(model: nn.Module, top: int, seed: int) -> Trainee:
-    """DeMo, an optimizer that does its own averaging. It replaces the task's optimizer.
-
-    The trainer sets its learning rate.
-    """
-    from DeMo.demo import DeMo
-
-    trainee = _hooked(_average_nothing)(model, top, seed)
-    trainee.optimizer = DeMo(model.parameters(), compression_topk=top)
-    return trainee
-
-
-def _demo_lacks() -> str:
-    if importlib.util.find_spec("DeMo") and importlib.util.find_spec("DeMo.demo"):
-        return ""
-    return (
-        "no module DeMo.demo, which is not on PyPI: clone "
-        "https://github.com/bloc97/DeMo and put the folder that holds the clone on PYTHONPATH"
-    )
+    vary = functools.partial(_attached, **settings)
+    return Method(title, make, options, variables=variables, settings=_SETTINGS, vary=vary)
 
 
 METHODS = {
     "none": Method(
-        "no synchronization", PLAIN, lambda model, rank, seed: Trainee(model), approximates=False
+        "no synchronization", lambda model, rank, seed: Trainee(model), approximates=False
     ),
     # DDP keeps the gradients' memory from step to step. A bare model allocates it each time.
-    "ddp-alone": Method(
-        "DDP, averaging nothing", PLAIN, _hooked(_average_nothing), approximates=False
-    ),
-    "plain": Method("plain all-reduce", PLAIN, _parallel, approximates=False),
-    "fp16": Method(
-        "torch's fp16 hook",
-        PLAIN,
-        _hooked(default_hooks.fp16_compress_hook),
-        approximates=False,
-    ),
-    "bf16": Method(
-        "torch's bf16 hook",
-        PLAIN,
-        _hooked(_in_bfloat16),
-        approximates=False,
-    ),
-    "hook": Method("torch's PowerSGD hook", PLAIN, _power_sgd_hooked()),
+    "ddp-alone": _hooked("DDP, averaging nothing", _average_nothing),
+    "plain": Method("plain all-reduce", _parallel, approximates=False),
+    "fp16": _hooked("torch's fp16 hook", default_hooks.fp16_compress_hook),
+    "bf16": _hooked("torch's bf16 hook", _in_bfloat16),
+    "hook": Method("torch's PowerSGD hook", _power_sgd_hooked()),
     # On Gloo, the order in which the hook issues the collectives of several buckets can differ
     # between ranks: most runs hang or abort. With one bucket there is only one order.
     "hook-1-bucket": Method(
-        "torch's PowerSGD hook, one bucket",
-        PLAIN,
-        _power_sgd_hooked(bucket_cap_mb=1 << 20),
+        "torch's PowerSGD hook, one bucket", _power_sgd_hooked(bucket_cap_mb=1 << 20)
     ),
     "author": Method(
-        "the author's powersgd",
-        PLAIN,
-        lambda model, rank, seed: Author(model, rank),
-        lacks=_author_lacks,
+        "the author's powersgd", lambda model, rank, seed: Author(model, rank), needs="powersgd"
     ),
     **local_methods.METHODS,
-    "demo": Method("DeMo", PLAIN, _demo, lacks=_demo_lacks, measure="top"),
     "attached": _attached("ours, float32 wire"),
-    "flat": Method("ours, flat", POWERSGD, _parallel, _options),
+    "flat": Method("ours, flat", _parallel, _options),
     "bf16-wire": _attached("ours, bf16 wire", wire_dtype=torch.bfloat16),
     "int8-wire": _attached("ours, int8 wire", wire_dtype="int8"),
     "int4-wire": _attached("ours, int4 wire", wire_dtype="int4"),
 }
 
 
+class Contender(NamedTuple):
+    """A method at a matrix rank, which is None if nothing is approximated."""
+
+    method: str
+    rank: int | None
+
+    @property
+    def name(self) -> str:
+        """The name of the contender on the command line and in a record."""
+        return self.method if self.rank is None else f"{self.method}:{self.rank}"
+
+    @property
+    def title(self) -> str:
+        measure = "rank" if self.how.every else "every"
+        return self.how.title if self.rank is None else f"{self.how.title}, {measure} {self.rank}"
+
+    @property
+    def how(self) -> Method:
+        return find(self.method)
+
+    def make(self, model: nn.Module, seed: int) -> Trainee:
+        return self.how.make(model, self.rank or 0, seed)
+
+    @property
+    def every(self) -> int:
+        """The number of steps from one average to the next."""
+        return self.how.every or self.rank or 1
+
+    @property
+    def learns(self) -> bool:
+        """True if the method averages, so that its loss is meaningful."""
+        return self.method not in REFERENCES
+
+    @property
+    def lacks(self) -> str:
+        """Why it cannot run here, or an empty string."""
+        needs = self.how.needs
+        missing = needs and not importlib.util.find_spec(needs)
+        return f"no module {needs} (see bench_all.py)" if missing else ""
+
+
 def find(name: str) -> Method:
-    """The method of this name: one of METHODS, or METHOD+OPTION=VALUE+OPTION=VALUE.
+    """The method of this name: one of METHODS, or METHOD+SETTING=VALUE+SETTING=VALUE.
 
     Raises:
-        ValueError: If there is no such method, or it has no options, or an option has no value.
+        ValueError: If there is no such method or setting, or its value is wrong.
     """
-    base, *settings = name.split("+")
+    base, *words = name.split("+")
     if base not in METHODS:
         raise ValueError(f"invalid choice: {base!r} (choose from {', '.join(METHODS)})")
     method = METHODS[base]
-    if not settings:
+    settings = dict(map(_setting, words))
+    if unknown := [setting for setting in settings if setting not in method.settings]:
+        raise ValueError(f"{base} has no setting {unknown[0]!r}")
+    if not settings or not method.vary:
         return method
-    fields = dict(map(_option, settings))
-    if base in local_methods.TAKE_SETTINGS:
-        return local_methods.with_settings(base, fields)
-    if not method.attached:
-        raise ValueError(f"{base} has no options, got {name!r}")
-    allowed = (*tp.Options.__dataclass_fields__, _CAP)
-    if unknown := [name for name in fields if name not in allowed and not _is_variable(name)]:
-        raise ValueError(f"expected a field of Options or {_CAP}, got {unknown[0]!r}")
-    titles = [
-        f"buckets of {value} MB" if option == _CAP else f"{option.replace('_', ' ')} {value}"
-        for option, value in fields.items()
+    told = [
+        f"buckets of {value} MB" if setting == _CAP else f"{setting.replace('_', ' ')} {value}"
+        for setting, value in settings.items()
     ]
-    return _attached(", ".join([method.title, *titles]), **{**method.fields, **fields})
+    return method.vary(", ".join([method.title, *told]), **settings)
 
 
-def _option(setting: str) -> tuple[str, Any]:
-    """Parses OPTION=VALUE. A value that is not JSON is a string, such as a dtype."""
-    option, equals, value = setting.partition("=")
+def _setting(word: str) -> tuple[str, Any]:
+    """Parses SETTING=VALUE. A value that is not JSON is a string, such as a dtype."""
+    setting, equals, value = word.partition("=")
     if not equals:
-        raise ValueError(f"expected OPTION=VALUE, got {setting!r}")
+        raise ValueError(f"expected SETTING=VALUE, got {word!r}")
     try:
-        return option, json.loads(value)
+        return setting, json.loads(value)
     except json.JSONDecodeError:
-        return option, value
+        return setting, value
+
+
+def parse(text: str) -> list[Contender]:
+    """Reads METHOD or METHOD:RANK,RANK, where a METHOD may have settings."""
+    method, colon, ranks = text.rpartition(":") if ":" in text else (text, "", "")
+    try:
+        found = find(method)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not found.approximates:
+        if colon:
+            raise argparse.ArgumentTypeError(f"{method} has no matrix rank, got {text!r}")
+        return [Contender(method, None)]
+    words = ranks.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"matrix ranks are integers of at least 1, got {text!r}")
+    return [Contender(method, int(word)) for word in words]
+
+
+def joined(parsed: Iterable[Iterable[Contender]]) -> list[Contender]:
+    """The contenders of several arguments, without duplicates."""
+    return list(dict.fromkeys(each for of_argument in parsed for each in of_argument))
+
+
+def named(words: str) -> list[Contender]:
+    return joined(map(parse, words.split()))

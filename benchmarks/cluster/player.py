@@ -15,7 +15,6 @@ from typing import Any
 from launcher import hosts
 from launcher.ranks import Ranks
 
-from cluster import methods
 from cluster.rank import GROUP_SECONDS, Job, train
 
 ATTEMPTS = 3
@@ -89,10 +88,6 @@ class Player:
     def exhausted(self) -> bool:
         return not self._attempts_left
 
-    @property
-    def _every(self) -> int:
-        return methods.find(self._job.method).every(self._job.approximation)
-
     def turn(self, steps: int) -> Run:
         """Trains for one unmeasured step and then the measured ones. Repeats a failed turn.
 
@@ -106,9 +101,8 @@ class Player:
                     self._ranks = Ranks(train, self._where, self._job, variables=self._variables)
                     self._stack.enter_context(self._ranks)
                     self._train(self._ranks, self._warmup, GROUP_SECONDS)
-                self._gather(
-                    result, *self._train(self._ranks, self._every + steps, self._step_limit)
-                )
+                measured = self._job.contender.every + steps
+                self._gather(result, *self._train(self._ranks, measured, self._step_limit))
                 return result
             except Failed as failure:
                 result.failures.append(str(failure))
@@ -119,7 +113,7 @@ class Player:
     def _end_after(self, failure: Failed) -> None:
         """Kills the processes, so that the next turn starts new ones."""
         assert self._ranks
-        name = f"{self._job.model}-{self._job.method}-{self._ranks.folder.name}"
+        name = f"{self._job.model}-{self._job.contender.method}-{self._ranks.folder.name}"
         self._ranks.keep_logs(self._logs, name)
         self._stack.__exit__(Failed, failure, None)
         self._ranks = None
@@ -162,8 +156,9 @@ class Player:
 
     def _gather(self, result: Run, by_step: Records, counted: list[dict[str, Any]]) -> None:
         milliseconds = [statistics.mean(r["ms"] for r in records) for records in by_step]
-        ends = range(2 * self._every, len(milliseconds) + 1, self._every)
-        result.milliseconds = [statistics.mean(milliseconds[e - self._every : e]) for e in ends]
+        every = self._job.contender.every
+        ends = range(2 * every, len(milliseconds) + 1, every)
+        result.milliseconds = [statistics.mean(milliseconds[end - every : end]) for end in ends]
         result.losses = list(self._losses)
         result.tx_bytes_per_step = statistics.mean(c["tx_bytes"] for c in counted) / len(by_step)
         result.gradient_bytes = counted[0]["gradient_bytes"]

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from launcher import hosts
 from launcher.ranks import Rank
 
-from cluster import methods, models
+from cluster import models
+from cluster.methods import Contender
 
 GROUP_SECONDS = 120  # limit of a collective
 
@@ -24,15 +25,13 @@ class Job:
     """What the processes of a method train.
 
     Attributes:
-        method: the name of the method.
-        approximation: its matrix rank, or 0.
+        contender: the method, and its matrix rank.
         model: the name of the model.
         device: "cpu" or "cuda".
         seed: the seed of the weights, the batches and the random start.
     """
 
-    method: str
-    approximation: int
+    contender: Contender
     model: str
     device: str
     seed: int = 0
@@ -43,17 +42,17 @@ def train(rank: Rank, job: Job) -> None:
 
     Writes the time and the loss of each step, and the counters after each number.
     """
-    with group(rank, job), suppress(EOFError):
+    with group(rank, job.contender, job.device, job.seed), suppress(EOFError):
         trainer = Trainer(rank, job)
         while True:
             trainer.turn(rank.pipe.recv(), rank.pipe.send)
 
 
-def group(rank: Rank, job: Job) -> AbstractContextManager[None]:
-    """A context with the default group of the job's method."""
-    method = methods.find(job.method)
-    options = method.options(job.approximation, job.seed) if method.options else None
-    return rank.group(method.backend[job.device], GROUP_SECONDS, options)
+def group(rank: Rank, contender: Contender, device: str, seed: int) -> AbstractContextManager[None]:
+    """A context with the default group of the method."""
+    how = contender.how
+    options = how.options(contender.rank or 0, seed) if how.options else None
+    return rank.group(how.backend[device], GROUP_SECONDS, options)
 
 
 class Trainer:
@@ -72,7 +71,7 @@ class Trainer:
         self.device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
         task = models.TASKS[job.model]
         self._model = task.make().to(self.device)
-        self._trainee = methods.find(job.method).make(self._model, job.approximation, job.seed)
+        self._trainee = job.contender.make(self._model, job.seed)
         self._batches = task.data(rank.number, rank.world, job.seed)
         self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=5e-4, betas=(0.9, 0.95), fused=True

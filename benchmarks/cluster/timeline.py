@@ -18,7 +18,6 @@ import torch
 from clock import Clock, covered
 from launcher.ranks import Rank
 
-from cluster import methods
 from cluster.rank import Job, Trainer, group
 
 # The part that begins, its bucket or -1, when the device begins it, and when the host enqueued it,
@@ -63,12 +62,12 @@ def watch(rank: Rank, job: Job, warmup: int, steps: int) -> tuple[str, list[list
     """Trains. Returns the GPU's name, and the marks of each step after the warm-up."""
     from torch_powersgd.group_backends import find_backends
 
-    with group(rank, job):
+    with group(rank, job.contender, job.device, job.seed):
         trainer = Trainer(rank, job)
         trainer.turn(warmup, lambda record: None)
         marks = _Marks(trainer.device)
         trainer.mark = marks.add
-        if methods.find(job.method).options:
+        if job.contender.how.options:
             for backend in find_backends(None):
                 backend._call_at_stages(marks.add)
         trainer.turn(1 + steps, lambda record: None)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +27,8 @@ class Trainee:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.module = model  # the module to call
-        self.optimizer: torch.optim.Optimizer | None = None  # if the method has its own
         self.compression: tp.Compression | None = None  # this project's, layer by layer
+        self.hook_state: Any = None  # torch's PowerSGD hook's
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within the context, the gradients are the averages. Afterwards they are as before."""
@@ -51,7 +51,31 @@ class Parallel(Trainee):
     def __init__(self, model: nn.Module, **ddp: Any) -> None:
         super().__init__(model)
         self.module = self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **ddp)
-        self.hook_state: Any = None  # torch's PowerSGD hook's
+
+
+class Author(Trainee):
+    """github.com/epfml/powersgd, which averages after backward and keeps its residual in .grad."""
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        import powersgd
+
+        super().__init__(model)
+        self.parameters = list(model.parameters())
+        config = powersgd.Config(rank=rank, start_compressing_after_num_steps=EXACT_STEPS)
+        self.aggregator = powersgd.PowerSGD(self.parameters, config)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        residuals = [parameter.grad for parameter in self.parameters]
+        averages = self.aggregator.aggregate(residuals)
+        for parameter, average in zip(self.parameters, averages, strict=True):
+            parameter.grad = average
+        yield
+        for parameter, residual in zip(self.parameters, residuals, strict=True):
+            parameter.grad = residual
+
+    def clear(self) -> None:
+        """Keeps the residual in .grad, where backward adds the next gradient to it."""
 
 
 # Arguments: the model, the matrix rank, and the seed of the random start.
@@ -61,23 +85,16 @@ Make = Callable[[nn.Module, int, int], Trainee]
 @dataclass(frozen=True)
 class Method:
     title: str
-    backend: dict[str, str]
     make: Make
-    options: Callable[[int, int], tp.Options] | None = None  # of the group; matrix rank, seed
-    lacks: Callable[[], str] = lambda: ""  # why it cannot run here
-    attached: bool = False  # this project's, layer by layer
-    approximates: bool = True  # by factors of a matrix rank, or by what `measure` names
-    measure: str = "rank"
-    # By the matrix rank: the number of steps from one average to the next.
-    every: Callable[[int], int] = lambda rank: 1
-    fields: Mapping[str, Any] = field(default_factory=dict)  # options that are not the default
+    options: Callable[[int, int], tp.Options] | None = None  # of its group; matrix rank, seed
+    approximates: bool = True  # by factors of a matrix rank, or by local steps
+    every: int | None = 1  # steps from one average to the next; None: given as the rank
+    needs: str = ""  # a Python module
     variables: Mapping[str, str] = field(default_factory=dict)  # of its processes' environment
+    settings: tuple[str, ...] = ()  # what METHOD+SETTING=VALUE may set
+    vary: Callable[..., Method] | None = None  # takes another title, and settings
 
-
-def refusal(options: Callable[[int, int], tp.Options]) -> str:
-    """Why a method's options are not allowed, or an empty string."""
-    try:
-        options(1, 0)
-    except ValueError as error:
-        return str(error)
-    return ""
+    @property
+    def backend(self) -> dict[str, str]:
+        """The backend of its group, by device."""
+        return POWERSGD if self.options else PLAIN

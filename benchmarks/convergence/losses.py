@@ -23,26 +23,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cluster import contenders
-from cluster.contenders import Contender
-from cluster.figures import REFERENCES
-from cluster.trainees import EXACT_STEPS
+from cluster import methods
+from cluster.methods import Contender
+from cluster.rank import group
+from cluster.trainees import EXACT_STEPS, Trainee
+from launcher import ranks
 from process import bytes_written
 from report import Record, Table, in_turn, processor, provenance, write
 from torch import nn
 
-from convergence import matrix, pictures, ranks, tables
+from convergence import matrix, pictures, tables
 from convergence.matrix import Run
 from convergence.tasks import TASKS, Task
 
-NOT_COMPARED = (*REFERENCES, "author")  # the author's code does not use DDP
+NOT_COMPARED = (*methods.REFERENCES, "author")  # the author's code does not use DDP
 QUICK_METHODS = "plain bf16 hook-1-bucket:1 attached:1 bf16-wire:16 int8-wire:4"
+
+LIMIT_SECONDS = 1800  # of a run; if it hangs, the limit of its collectives ends it earlier
 
 draw = pictures.draw_losses
 
+ranks.preload("sklearn.datasets")  # for the image classifier
+
 
 def _compared(text: str) -> list[Contender]:
-    found = contenders.parse(text)
+    found = methods.parse(text)
     if found[0].method in NOT_COMPARED:
         raise argparse.ArgumentTypeError(f"{found[0].method} does not train a DDP module")
     return found
@@ -59,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks = f"tasks of {' '.join(TASKS)} (all of the matrix; with --methods, 3 models)"
     add("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=tasks)
     add("--seeds", type=int, default=5, metavar="N", help="number of seeds, 0 to N - 1 (5)")
-    add("--ranks", type=int, default=ranks.WORLD, help="number of local processes (2)")
+    add("--ranks", type=int, default=2, help="number of local processes (2)")
     add("--lr", type=float, help="learning rate (the best of three for plain, by task)")
     add("--quick", action="store_true", help="one seed, tiny models and twelve steps")
     add("--resume", action="store_true", help="keep the runs that are already in the --json file")
@@ -85,8 +90,8 @@ def measure(arguments: argparse.Namespace) -> Record:
     record = _record(arguments, tasks)
 
     def methods_of(run: Run) -> Record:
-        methods: Record = record["tasks"][run.task]["methods"]
-        return methods
+        found: Record = record["tasks"][run.task]["methods"]
+        return found
 
     # A method's seeds run in order, so a seed is an index into its list of losses.
     done: Record = {"losses": []}
@@ -96,12 +101,12 @@ def measure(arguments: argparse.Namespace) -> Record:
         if run.seed >= len(methods_of(run).get(run.contender.name, done)["losses"])
     ]
     for run in in_turn(todo, lambda run: f"{run.task}, seed {run.seed}, {run.contender.title}"):
-        how, task = run.contender, tasks[run.task]
-        chosen = (how.method, how.rank or 0, run.seed)
-        found = ranks.run(train, *chosen, task, run.seed, world=record["world"])
+        of_run = (run.contender, run.seed, tasks[run.task])
+        what = f"{run.task}, {run.contender.title}"
+        found = ranks.call(train, record["world"], *of_run, what=what, seconds=LIMIT_SECONDS)[0]
         record["tasks"][run.task] |= {name: found[name] for name in ("parameters", "untrained")}
         new = {"bytes_per_step": found["bytes_per_step"], "losses": []}
-        methods_of(run).setdefault(how.name, new)["losses"].append(found["loss"])
+        methods_of(run).setdefault(run.contender.name, new)["losses"].append(found["loss"])
         write(record, arguments.json)
     return record
 
@@ -110,7 +115,7 @@ def wanted_runs(arguments: argparse.Namespace) -> list[Run]:
     """The runs that the command line requests, without methods that cannot run here."""
     stages = [matrix.STAGES[name] for name in arguments.stages]
     if arguments.methods:
-        chosen = contenders.joined(arguments.methods)
+        chosen = methods.joined(arguments.methods)
         tasks = arguments.tasks or matrix.MODELS
         stages = [matrix.Stage(tasks, " ".join(contender.name for contender in chosen))]
     runs = [
@@ -118,11 +123,10 @@ def wanted_runs(arguments: argparse.Namespace) -> list[Run]:
         for run in matrix.runs(stages, arguments.seeds)
         if not arguments.tasks or run.task in arguments.tasks
     ]
-    lacks = {run.contender: run.contender.how.lacks() for run in runs}
-    for contender, why in lacks.items():
-        if why:
-            print(f"left out: {contender.title}: {why}")
-    return [run for run in runs if not lacks[run.contender]]
+    for contender in dict.fromkeys(run.contender for run in runs):
+        if contender.lacks:
+            print(f"left out: {contender.title}: {contender.lacks}")
+    return [run for run in runs if not run.contender.lacks]
 
 
 def _task(name: str, arguments: argparse.Namespace) -> Task:
@@ -148,35 +152,34 @@ def _record(arguments: argparse.Namespace, tasks: dict[str, Task]) -> Record:
     return record
 
 
-def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
+def train(rank: ranks.Rank, contender: Contender, seed: int, task: Task) -> dict[str, Any]:
     """Trains on this rank. Returns the validation losses and the bytes that this rank sends."""
-    trainees = []
+    with group(rank, contender, "cpu", seed):
+        trainees: list[Trainee] = []
 
-    def wrap(model: nn.Module) -> nn.Module:
-        trainees.append(make(model))
-        return trainees[0].module
+        def wrap(model: nn.Module) -> nn.Module:
+            trainees.append(contender.make(model, seed))
+            return trainees[0].module
 
-    trainer = task.trainer(seed, wrap)
-    args = trainer.args
-    if optimizer := trainees[0].optimizer:
-        trainer.optimizer, args.lr = optimizer, task.demo_lr
-    trainer.optimizer = trainees[0].optimized_by(trainer.optimizer)
-    untrained = trainer.validate()["validation_loss"]
-    before = 0
-    for step in range(args.steps):
-        if step == EXACT_STEPS:
-            before = bytes_written()
-        loss = trainer.train_step()
-        trainer.mean(loss)  # keeps the processes in step
-    # A round of local steps may be in flight during the mean, so both are counted together.
-    sent = bytes_written() - before - (args.steps - EXACT_STEPS) * _bytes_of(trainer.mean)
-    trainees[0].end()
-    return {
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "bytes_per_step": round(sent / (args.steps - EXACT_STEPS)),
-        "untrained": round(untrained, 5),
-        "loss": round(trainer.validate()["validation_loss"], 5),
-    }
+        trainer = task.trainer(seed, wrap)
+        steps = trainer.args.steps
+        trainer.optimizer = trainees[0].optimized_by(trainer.optimizer)
+        untrained = trainer.validate()["validation_loss"]
+        before = 0
+        for step in range(steps):
+            if step == EXACT_STEPS:
+                before = bytes_written()
+            loss = trainer.train_step()
+            trainer.mean(loss)  # keeps the processes in step
+        # A round of local steps may be in flight during the mean, so both are counted together.
+        sent = bytes_written() - before - (steps - EXACT_STEPS) * _bytes_of(trainer.mean)
+        trainees[0].end()
+        return {
+            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "bytes_per_step": round(sent / (steps - EXACT_STEPS)),
+            "untrained": round(untrained, 5),
+            "loss": round(trainer.validate()["validation_loss"], 5),
+        }
 
 
 def _bytes_of(mean: Callable[[float], float]) -> float:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cluster import contenders
-from cluster.contenders import Contender
+from cluster.methods import Contender, named
 
 from convergence.tasks import DEMO_LANGUAGE, DIGITS, LANGUAGE, LSTM, TASKS
 
@@ -18,7 +17,6 @@ MODELS = [name for name, task in TASKS.items() if task in (LANGUAGE, DIGITS, LST
 _LARGE = [name for name, task in TASKS.items() if task is DEMO_LANGUAGE]
 _LONG = ["language-long"]
 _VARIANTS = [name for name in TASKS if name not in (*MODELS, *_LARGE, *_LONG)]
-_TEXTS = [name for name in MODELS if name != "digits"]
 
 # The stages of local steps, each with its own record.
 LOCAL, LONG = "local", "local-long"
@@ -44,7 +42,7 @@ class Stage:
 
     @property
     def contenders(self) -> list[Contender]:
-        return contenders.named(self.methods)
+        return named(self.methods)
 
 
 _FRONT = (
@@ -61,7 +59,6 @@ STAGES = {
     "variants": Stage(
         _VARIANTS, "plain hook-1-bucket:4,16 bf16-wire:16 int8-wire:8,16,32 int4-wire:16,32"
     ),
-    "peers": Stage(_TEXTS, "demo:1,4,32"),
     LOCAL: Stage(
         MODELS,
         "plain int8-wire:1,16 local-sgd:16 local-sgd+fragments=5:16 diloco:16 "

@@ -17,7 +17,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "fp16": {"color": "#999999", "marker": "s"},
     "bf16": {"color": "#999999", "marker": "D"},
     "hook-1-bucket": {"color": "#000000", "marker": "s", "linestyle": "--"},
-    "demo": {"color": "#cc79a7", "marker": "v", "linestyle": "--"},
     "attached": {"color": "#56b4e9", "marker": "o"},
     "bf16-wire": {"color": "#0072b2", "marker": "o"},
     "int8-wire": {"color": "#d55e00", "marker": "o"},
@@ -30,7 +29,6 @@ LOCAL_STYLES: dict[str, dict[str, Any]] = {
     "post-local-sgd": {"color": "#999999", "marker": "P", "linestyle": "none"},
     "torchft": {"color": "#cc79a7", "marker": "X", "linestyle": "none"},
 }
-UNLIKE_COLORS = {"plain": "#000000", "hook-1-bucket": "#0072b2", "attached": "#d55e00"}
 COLUMNS = 3
 AS_GOOD = 0.01  # a mean loss up to this far above plain's counts as equal to plain's
 LINEAR = 0.02  # the vertical axis is linear this far on both sides of plain's loss
@@ -63,19 +61,21 @@ def draw_losses(record: report.Record, path: Path) -> None:
     shown = sorted(labels, key=order.index)
     where: dict[str, Any] = {"loc": "upper center", "ncols": min(4, 2 * columns)}
     figure.legend([labels[each] for each in shown], shown, frameon=False, fontsize=8, **where)
-    _finish(figure, path, top=1 - 0.55 / height)
+    for axes in figure.axes:
+        axes.grid(alpha=0.2)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.55 / height))  # below the legend
+    report.save(figure, path)
 
 
 def _lines(methods: tables.Methods) -> dict[str, list[Point]]:
     """The points of each drawn method, by matrix rank."""
     lines: dict[str, list[Point]] = {}
     for name in tables.in_order(methods):
-        method, rank = tables.contender(name)
-        base = method.partition("+")[0]
-        drawn = base if base in LOCAL_STYLES else method
+        contender = tables.contender(name)
+        base = contender.method.partition("+")[0]
+        drawn = base if base in LOCAL_STYLES else contender.method
         if drawn in (*STYLES, *LOCAL_STYLES):
-            tells = find(method).every(rank or 0) if base in LOCAL_STYLES else rank
-            told = "" if tells is None else str(tells)
+            told = str((contender.every if base in LOCAL_STYLES else contender.rank) or "")
             point = (tables.times_fewer(methods, name), tables.beyond_plain(methods, name), told)
             lines.setdefault(drawn, []).append(point)
     return lines
@@ -120,38 +120,3 @@ def _scales(axes: Any, losses: list[list[float]]) -> None:
     axes.yaxis.set_major_formatter("{x:+g}")
     ends = [-LINEAR, LINEAR, *(end for each in losses for end in (min(each), max(each)))]
     axes.set_ylim(1.2 * min(ends), 1.2 * max(ends))
-
-
-def draw_unlike_data(record: report.Record, path: Path) -> None:
-    """Plots residual / gradient, and the distance from the optimum, against the steps."""
-    figure, ((left, right),) = report.panels(1, 2, 11, 4.2)
-    for run in record["runs"]:
-        style = {
-            "color": UNLIKE_COLORS[run["method"]],
-            "linestyle": "-" if run["dtype"] == "float32" else "--",
-            "label": f"{METHODS[run['method']].title}, {run['dtype']}",
-        }
-        for axes, name in ((left, "ratios"), (right, "distances")):
-            points = [
-                (record["sample_every"] * number, value)
-                for number, value in enumerate(run[name], 1)
-                if value is not None
-            ]
-            if points:
-                axes.plot(*zip(*points, strict=True), **style)
-    left.set(ylabel="|residual| / |gradient|")
-    right.set(ylabel="|x - optimum|")
-    right.legend(frameon=False, fontsize=8)
-    for axes in (left, right):
-        axes.set_xlabel("step")
-        axes.set_yscale("log")
-        report.log_scale(axes.yaxis)
-    _finish(figure, path)
-
-
-def _finish(figure: Any, path: Path, top: float = 1) -> None:
-    """Writes the figure, with its panels below the fraction `top` of its height."""
-    for axes in figure.axes:
-        axes.grid(alpha=0.2)
-    figure.tight_layout(rect=(0, 0, 1, top))
-    report.save(figure, path)

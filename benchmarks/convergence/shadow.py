@@ -14,20 +14,25 @@ import json
 import statistics
 from pathlib import Path
 
+from cluster.methods import Contender
+from cluster.rank import group
 from cluster.trainees import EXACT_STEPS
+from launcher import ranks
 from report import Record, Table, in_turn, processor, provenance, write
 from scipy.stats import spearmanr
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from convergence import ranks, tables
+from convergence import tables
+from convergence.losses import LIMIT_SECONDS
 from convergence.matrix import MODELS
 from convergence.tasks import TASKS, Task
 from torch_powersgd.shadow_mode import STEPS
 
 RANKS = (1, 2, 4, 8, 16, 32)
 LOSSES = Path(__file__).parents[1] / "results" / "convergence.json"
+PLAIN = Contender("plain", None)
 METHOD = "attached"  # has float32 factors, as the shadow does
 
 
@@ -59,7 +64,8 @@ def measure(arguments: argparse.Namespace) -> Record:
     todo = [(task, seed) for task in MODELS for seed in range(arguments.seeds)]
     for name, seed in in_turn(todo, lambda run: f"{run[0]}, seed {run[1]}"):
         task = TASKS[name].with_arguments(TASKS[name].quick if arguments.quick else "")
-        found = ranks.run(errors, "plain", 0, seed, task, seed, list(RANKS), arguments.steps)
+        of_run = (seed, task, arguments.steps)
+        found = ranks.call(errors, 2, *of_run, what=name, seconds=LIMIT_SECONDS)[0]
         for rank, error in zip(RANKS, found, strict=True):
             runs[name, rank].append(error)
     for (name, rank), found in runs.items():
@@ -73,23 +79,24 @@ def measure(arguments: argparse.Namespace) -> Record:
     return record
 
 
-def errors(make: ranks.Make, task: Task, seed: int, compared: list[int], steps: int) -> list[float]:
+def errors(rank: ranks.Rank, seed: int, task: Task, steps: int) -> list[float]:
     """Trains on this rank. Returns the error at each matrix rank."""
-    modules: list[DistributedDataParallel] = []
+    with group(rank, PLAIN, "cpu", seed):
+        modules: list[DistributedDataParallel] = []
 
-    def wrap(model: nn.Module) -> DistributedDataParallel:
-        module = make(model).module
-        assert isinstance(module, DistributedDataParallel)
-        modules.append(module)
-        return module
+        def wrap(model: nn.Module) -> DistributedDataParallel:
+            module = PLAIN.make(model, seed).module
+            assert isinstance(module, DistributedDataParallel)
+            modules.append(module)
+            return module
 
-    trainer = task.trainer(seed, wrap)
+        trainer = task.trainer(seed, wrap)
 
-    def train(number: int) -> None:
-        for _ in range(number):
-            trainer.mean(trainer.train_step())
+        def train(number: int) -> None:
+            for _ in range(number):
+                trainer.mean(trainer.train_step())
 
-    train(EXACT_STEPS)
-    shadow = tp.shadow(modules[0], compared, steps, {"wire_dtype": None})
-    train(steps)
-    return [round(shadow.error(rank), 5) for rank in compared]
+        train(EXACT_STEPS)
+        shadow = tp.shadow(modules[0], RANKS, steps, {"wire_dtype": None})
+        train(steps)
+        return [round(shadow.error(compared), 5) for compared in RANKS]

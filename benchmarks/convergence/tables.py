@@ -10,9 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from cluster import contenders
-from cluster.contenders import Contender
-from cluster.methods import METHODS
+from cluster.methods import METHODS, Contender, named, parse
 from report import Record, Table
 
 from convergence.matrix import STAGES
@@ -21,7 +19,7 @@ Methods = Mapping[str, Record]  # the bytes and the losses of a task, by the nam
 
 
 def contender(name: str) -> Contender:
-    (found,) = contenders.parse(name)
+    (found,) = parse(name)
     return found
 
 
@@ -57,7 +55,7 @@ def losses(record: Record, stage: str, *tasks: str, without: Sequence[str] = ())
 
 def losses_by_task(record: Record, stage: str, *methods: str) -> Table:
     """A row for each task of a stage, and a column for each of these methods, without bytes."""
-    contenders_of = contenders.named(" ".join(methods))
+    contenders_of = named(" ".join(methods))
     rows = []
     for task in STAGES[stage].tasks:
         found = record["tasks"][task]["methods"]

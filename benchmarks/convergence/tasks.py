@@ -57,8 +57,6 @@ class Task:
     arguments: str  # of the example
     quick: str  # additional arguments with --quick
     note: str = ""  # the end of the title
-    # DeMo's learning rate, also the best of several. DeMo only applies signs.
-    demo_lr: float = 1e-3
 
     @property
     def about(self) -> dict[str, str]:
@@ -113,7 +111,6 @@ LSTM = Task(
     "AdamW",
     "--layers 1 --width 256 --context 64 --batch 8 --steps 300 --lr 2e-2",
     "--width 64 --context 16 --steps 12 --characters 100000 --validation-batches 4",
-    demo_lr=3e-2,
 )
 # The four models, and variants of the three small ones: the other optimizer, a global batch four
 # times as large, and longer training.

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
+from cluster.methods import Contender
+from cluster.rank import group
 from cluster.trainees import EXACT_STEPS, Trainee
-from report import Record, Table, in_turn, processor, provenance
+from launcher import ranks
+from report import Record, Table, in_turn, processor, provenance, write
 from torch import Tensor, nn
 
-from convergence import pictures, ranks, tables
+from convergence import tables
+from convergence.losses import LIMIT_SECONDS
 
 CONTENDERS = ("plain", "hook-1-bucket", "attached")
 DTYPES = ("float32", "bfloat16")
@@ -30,17 +31,13 @@ APART = 5.0  # standard deviation of c; that of the optimum is 1
 NOISE = 0.5
 SAMPLE_EVERY = 10  # steps
 LAST = 10  # samples whose mean is the distance at the end
-KEPT = 5  # every KEPT-th sample is in the record, for the plot
-
-draw = pictures.draw_unlike_data
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=2000, help="number of steps (2000)")
     add("--rank", type=int, default=2, help="matrix rank (2)")
-    add("--quick", action="store_true", help="take 100 steps")
-    add("--picture", type=Path, help="file for the picture")
+    add("--quick", action="store_true", help="take 200 steps")
 
 
 def tables_of(record: Record) -> dict[str, Table]:
@@ -49,37 +46,22 @@ def tables_of(record: Record) -> dict[str, Table]:
 
 
 def measure(arguments: argparse.Namespace) -> Record:
-    steps = 100 if arguments.quick else arguments.steps
-    todo = [(method, dtype) for dtype in DTYPES for method in CONTENDERS]
-    runs = [
-        {
-            "method": method,
-            "dtype": dtype,
-            **_figures(*ranks.run(descend, method, arguments.rank, 0, dtype, steps)),
-        }
-        for method, dtype in in_turn(todo, ", ".join)
-    ]
-    return {
+    steps = 200 if arguments.quick else arguments.steps
+    record: Record = {
         **provenance(processor()),
         "shape": SHAPE,
         "rank": arguments.rank,
         "steps": steps,
         "exact_steps": EXACT_STEPS,
-        "sample_every": KEPT * SAMPLE_EVERY,
-        "runs": runs,
+        "runs": [],
     }
-
-
-def _figures(ratios: list[float | None], distances: list[float]) -> dict[str, Any]:
-    """The largest and the last residual / gradient, and the final distance."""
-    known = [ratio for ratio in ratios if ratio is not None]
-    return {
-        "largest_ratio": max(known, default=None),
-        "last_ratio": ratios[-1],
-        "last_distance": round(statistics.mean(distances[-LAST:]), 4),
-        "ratios": ratios[KEPT - 1 :: KEPT],
-        "distances": distances[KEPT - 1 :: KEPT],
-    }
+    todo = [(method, dtype) for dtype in DTYPES for method in CONTENDERS]
+    for method, dtype in in_turn(todo, ", ".join):
+        of_run = (Contender(method, arguments.rank), dtype, steps)
+        figures = ranks.call(descend, 2, *of_run, what=method, seconds=LIMIT_SECONDS)[0]
+        record["runs"].append({"method": method, "dtype": dtype, **figures})
+    write(record, arguments.json)
+    return record
 
 
 class Linear(nn.Module):
@@ -93,37 +75,36 @@ class Linear(nn.Module):
         return (self.weight * gradient).sum()
 
 
-def residual_norm(trainee: Trainee) -> float | None:
-    """The norm of this process's residual, or None if there is no residual yet."""
-    state = getattr(trainee, "hook_state", None)
-    if state is not None:
-        return max((float(e.float().norm()) for e in state.error_dict.values()), default=None)
-    if trainee.compression is None:
-        return None
-    return max(trainee.compression.stats()["residual_norms"].values(), default=None)
+def residuals(trainee: Trainee) -> list[float]:
+    """The norms of this process's residuals. Empty if there are none, or none yet."""
+    if trainee.hook_state is not None:
+        return [float(error.float().norm()) for error in trainee.hook_state.error_dict.values()]
+    compression = trainee.compression
+    return [*compression.stats()["residual_norms"].values()] if compression else []
 
 
-def descend(make: ranks.Make, dtype: str, steps: int) -> tuple[list[float | None], list[float]]:
-    """Runs SGD on this rank. Returns samples of residual / gradient and of the distance."""
-    rank = dist.get_rank()
+def descend(
+    rank: ranks.Rank, contender: Contender, dtype: str, steps: int
+) -> dict[str, float | None]:
+    """Runs SGD on this rank. Returns its largest residual / gradient, and the final distance."""
     common = torch.Generator().manual_seed(0)
     optimum = torch.randn(SHAPE, generator=common)
-    center = optimum + APART * torch.randn(SHAPE, generator=common) * (1 if rank == 0 else -1)
-    own = torch.Generator().manual_seed(1 + rank)
-    model = Linear(getattr(torch, dtype))
-    trainee, weight = make(model), model.weight
+    center = optimum + APART * torch.randn(SHAPE, generator=common) * (1 - 2 * rank.number)
+    own = torch.Generator().manual_seed(1 + rank.number)
     x = torch.zeros(SHAPE)
-    ratios: list[float | None] = []
+    ratios: list[float] = []
     distances: list[float] = []
-    for step in range(1, steps + 1):
-        gradient = (x - center + NOISE * torch.randn(SHAPE, generator=own)).to(weight.dtype)
-        weight.grad = None
-        trainee.module(gradient).backward()
-        assert weight.grad is not None
-        x -= LEARNING_RATE * weight.grad.float()
-        if step % SAMPLE_EVERY == 0:
-            residual = residual_norm(trainee)
-            norm = float(gradient.float().norm())
-            ratios.append(None if residual is None else round(residual / norm, 4))
-            distances.append(round(float((x - optimum).norm()), 4))
-    return ratios, distances
+    with group(rank, contender, "cpu", 0):
+        model = Linear(getattr(torch, dtype))
+        trainee, weight = contender.make(model, 0), model.weight
+        for step in range(1, steps + 1):
+            gradient = (x - center + NOISE * torch.randn(SHAPE, generator=own)).to(weight.dtype)
+            weight.grad = None
+            trainee.module(gradient).backward()
+            assert weight.grad is not None
+            x -= LEARNING_RATE * weight.grad.float()
+            if step % SAMPLE_EVERY == 0:
+                ratios += [norm / float(gradient.float().norm()) for norm in residuals(trainee)]
+                distances.append(float((x - optimum).norm()))
+    largest = round(max(ratios), 4) if ratios else None
+    return {"largest_ratio": largest, "last_distance": round(statistics.mean(distances[-LAST:]), 4)}

@@ -16,8 +16,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from groups import default_group
 from process import available_memory
 
 from launcher import hosts
@@ -48,6 +47,22 @@ def preload(*modules: str) -> None:
 
 
 preload()
+
+# Keeps the groups until the process exits. Otherwise a callback of torch's hook may hold the last
+# reference to one: Gloo's own thread then destroys it, and aborts on joining itself.
+_groups: list[dist.ProcessGroup | None] = []
+
+
+@contextmanager
+def default_group(backend: str, **arguments: Any) -> Iterator[None]:
+    """A context with a default group, which init_process_group makes with these arguments.
+
+    After an exception the group is not destroyed, because that could hang.
+    """
+    dist.init_process_group(backend, **arguments)
+    _groups.append(dist.group.WORLD)
+    yield
+    dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ FAULT_STEP = 12
 
 IN_STATE_DICT = "in state_dict"
 ONE_BUCKET = ("while P is on its way", "while q is on its way")
-# Stages for which the link is slowed down and the victim counts the bytes it sends.
+# Stages for which the links become slow at the step of the fault, and the victim counts its bytes.
 AIMED = (*ONE_BUCKET, IN_STATE_DICT)
 EXACT = "in an exact step, between buckets"
 STAGES = (
@@ -49,16 +49,6 @@ class Case:
     delay_ms: float = 0
     steps: int = 30
     one_bucket: bool = False  # of DDP, instead of one for each layer
-
-    @property
-    def slowed(self) -> bool:
-        """True if the links become slow at the step of the fault."""
-        return self.stage in AIMED
-
-    @property
-    def fault_step(self) -> int:
-        """The step in which the fault happens."""
-        return EXACT_STEPS // 2 if self.stage == EXACT else FAULT_STEP
 
     def undisturbed(self) -> Case:
         """The run whose digests this one must match. Many cases share it."""

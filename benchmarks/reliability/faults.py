@@ -26,8 +26,7 @@ from launcher import hosts
 from launcher.ranks import Ranks
 from report import Record, Table, in_turn, processor, provenance, write
 
-from reliability import tables
-from reliability.cases import CASES, FAULT_STEP, Case
+from reliability.cases import AIMED, CASES, FAULT_STEP, Case
 from reliability.training import train
 
 METHODS = ("plain", "ours")
@@ -74,7 +73,7 @@ class Trial:
         self.ends = [End() for _ in range(case.world)]
         self._fault = 0.0  # the time of the fault
 
-    def run(self) -> None:
+    def run(self) -> Trial:
         case = self.case
         with (
             hosts.Hosts(case.world, RATE, case.delay_ms, case.link) as network,
@@ -85,6 +84,7 @@ class Trial:
             self._listen(lambda: all(end.exitcode is not None for end in self.ends))
             for process in self._ranks.running:
                 process.kill()
+        return self
 
     @property
     def outcome(self) -> str:
@@ -138,7 +138,7 @@ class Trial:
     def _disturb(self, network: hosts.Hosts) -> None:
         """Causes the fault once the victim has reached the step."""
         case, victim = self.case, self.ends[self.case.victim]
-        if case.slowed:
+        if case.stage in AIMED:
             self._listen(lambda: all(len(end.digests) >= FAULT_STEP for end in self.ends))
             for host in range(case.world):
                 network.set_rate(host, SLOW_RATE)
@@ -187,7 +187,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     of_words = "run the faults whose names contain any of these words (all)"
     add("--only", nargs="+", default=[""], metavar="WORDS", help=of_words)
-    add("--methods", nargs="+", choices=METHODS, default=METHODS, help="methods (all)")
 
 
 def measure(arguments: argparse.Namespace) -> Record:
@@ -197,30 +196,39 @@ def measure(arguments: argparse.Namespace) -> Record:
     about = {"cores": os.cpu_count(), "timeout": TIMEOUT, "rate": RATE}
     record: Record = {**provenance(processor()), **about, "trials": []}
     cases = [case for case in CASES if any(words in case.name for words in arguments.only)]
-    todo = [(case, method) for case in cases for method in arguments.methods]
+    todo = [(case, method) for case in cases for method in METHODS]
     references: dict[tuple[Case, str], list[str]] = {}
     for case, method in in_turn(todo, lambda each: f"{each[0].name}, {each[1]}"):
         key = case.undisturbed(), method
         if key not in references:
-            references[key] = undisturbed(*key)
-        trial = Trial(case, method, references[key])
-        trial.run()
-        record["trials"].append(trial.record())
+            quiet = Trial(*key).run()
+            if quiet.outcome != "right":
+                raise RuntimeError(f"an undisturbed run of {method} failed: {quiet.ends}")
+            references[key] = quiet.ends[0].digests
+        record["trials"].append(Trial(case, method, references[key]).run().record())
         write(record, arguments.json)
     return record
 
 
-def undisturbed(case: Case, method: str) -> list[str]:
-    """The digest after each step of a run in which nothing happens."""
-    trial = Trial(case, method)
-    trial.run()
-    if trial.outcome != "right":
-        raise RuntimeError(f"an undisturbed run of {method} failed: {trial.ends}")
-    return trial.ends[0].digests
+def outcomes(record: Record) -> Table:
+    """The outcome of each fault, and the seconds until the survivors of ours have their errors.
+
+    Where the outcomes of the methods differ, there is one for each, in the order of the record.
+    """
+    by_fault: dict[str, dict[str, Record]] = {}
+    for trial in record["trials"]:
+        by_fault.setdefault(trial["fault"], {})[trial["method"]] = trial
+    rows = []
+    for fault, trials in by_fault.items():
+        ends = dict.fromkeys(trial["outcome"] for trial in trials.values())
+        seconds = trials["ours"]["seconds_to_error"] if "ours" in trials else []
+        least_and_most = dict.fromkeys(f"{each(seconds):.1f}" for each in (min, max) if seconds)
+        rows.append([fault, " / ".join(ends), " to ".join(least_and_most)])
+    return ["fault", "outcome", "seconds to the error"], rows
 
 
 def tables_of(record: Record) -> dict[str, Table]:
-    return {f"faults, timeout {record['timeout']:g} s": tables.outcomes(record)}
+    return {f"faults, timeout {record['timeout']:g} s": outcomes(record)}
 
 
 def problems(record: Record) -> list[str]:

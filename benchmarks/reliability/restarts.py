@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import torch_powersgd as tp
-from reliability import tables
 
 WORLD = 2
 SAVE_EVERY = 10
@@ -170,7 +169,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables_of(record: Record) -> dict[str, Table]:
-    return {f"kills, seed {record['seed']}": tables.kills(record)}
+    headings = ["the killed process was", "kills", "left an unfinished file"]
+    rows = [[moment, *map(str, of.values())] for moment, of in record["kills"].items()]
+    return {f"kills, seed {record['seed']}": (headings, rows)}
 
 
 def problems(record: Record) -> list[str]:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from reliability.cases import EXACT, EXACT_STEPS, IN_STATE_DICT, Case
+from reliability.cases import AIMED, EXACT, EXACT_STEPS, FAULT_STEP, IN_STATE_DICT, Case
 
 PORT = 29500  # of rank 0's host, which is its own
 LAYERS, WIDTH = 4, 256
@@ -60,9 +60,10 @@ class _Training:
         ddp, compression = self._model()
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
         generator = torch.Generator().manual_seed(rank.number)
+        fault_step = EXACT_STEPS // 2 if case.stage == EXACT else FAULT_STEP
         for step in range(case.steps):
-            if step == case.fault_step:
-                if case.slowed:
+            if step == fault_step:
+                if case.stage in AIMED:
                     rank.pipe.recv()  # the message that the links are slow
                 self._prepare_kill(ddp.module, optimizer)
                 if case.stage == IN_STATE_DICT:

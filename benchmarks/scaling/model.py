@@ -35,6 +35,9 @@ ONE_BUCKET = 1 << 20  # MiB
 MEASURED_MODEL, TIMED_MODEL = "demo", "gpt2"
 COUNTED_WORLDS = (64, 256, 1024)  # in addition to those that are measured
 TIMED_WORLDS = (2, 32, 128, 1024)
+RATES = (1, 10)  # of the links, in Gbit/s
+MESSAGE_US = 50  # the latency of a message
+HANDLING_US = 25  # the CPU time of sending and receiving a message
 # The methods that are timed, each with DDP's buckets or with a single one.
 TIMED = (
     ("plain", None),
@@ -137,14 +140,8 @@ def memory_bytes(layout: Layout, method: str, world: int) -> int:
     return footprint_of(layout, options_of(method), torch.float32, world).memory_bytes
 
 
-def predict(rates: Sequence[float], message_us: float, handling_us: float) -> dict[str, Any]:
-    """The bytes of the measured model, and the milliseconds of a larger one.
-
-    Args:
-        rates: of the links, in Gbit/s.
-        message_us: the latency of a message, in microseconds.
-        handling_us: the CPU time of sending and receiving a message, in microseconds.
-    """
+def predict() -> dict[str, Any]:
+    """The bytes of the measured model, and the milliseconds of a larger one."""
     counted = {
         method: [
             sent_bytes(layout_of(MEASURED_MODEL, cap_of(method)), method, world)
@@ -159,13 +156,13 @@ def predict(rates: Sequence[float], message_us: float, handling_us: float) -> di
             "one_bucket": cap is not None,
             "ms": _ms(link, method, cap),
         }
-        for gbit in rates
-        for link in [Link(message_us / 1e6, handling_us / 1e6, 8 / (gbit * 1e9))]
+        for gbit in RATES
+        for link in [Link(MESSAGE_US / 1e6, HANDLING_US / 1e6, 8 / (gbit * 1e9))]
         for method, cap in TIMED
     ]
     return {
-        "message_us": message_us,
-        "handling_us": handling_us,
+        "message_us": MESSAGE_US,
+        "handling_us": HANDLING_US,
         "counted_worlds": COUNTED_WORLDS,
         "sent_bytes": counted,
         "timed_worlds": TIMED_WORLDS,

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tables of docs/performance.md about the stages, from records of bench_stages.py."""
+"""The tables of records of bench_stages.py, for its output and for docs/performance.md."""
 
 from __future__ import annotations
 
 from report import Record, Table
+
+from stages.contestants import STAGES
 
 _MODELS = {
     "resnet18": "ResNet-18",
@@ -12,6 +14,46 @@ _MODELS = {
     "gpt2": "GPT-2",
     "llama": "4 layers of Llama-7B",
 }
+
+
+def results(record: Record) -> Table:
+    """Everything that was measured of each configuration."""
+    rows = [_cells(result) for result in record["results"]]
+    return [*rows[0]], [[*row.values()] for row in rows]
+
+
+def _cells(r: Record) -> dict[str, str]:
+    """A row of the table, by its headings."""
+    ours, hook = r["ours"], r["hook"]
+    milliseconds = {
+        **{stage: r["stage_ms"][stage] for stage in STAGES},
+        "all": ours["ms"],
+        "queued": ours["queued_ms"],
+        "hook": hook["ms"],
+        "floor": r["floor_ms"],
+    }
+    return {
+        "model": f"{r['model']} ({r['elements'] / 1e6:.1f} M)",
+        "rank": str(r["rank"]),
+        "gradient": r["dtype"],
+        "residual": r["residual_dtype"],
+        **{name: f"{ms:.3f}" for name, ms in milliseconds.items()},
+        "/ floor": f"{r['ours_over_floor']:.2f}",
+        "hook / all": f"{r['hook_over_ours']:.1f}",
+        **_cells_by_device(r),
+        "launches": f"{ours['launches'] / r['buckets']:.1f}" if ours["launches"] else "-",
+        "memory": f"{ours['memory_bytes'] / r['gradient_bytes']:.2f}",
+        "hook's": f"{hook['memory_bytes'] / r['gradient_bytes']:.2f}",
+    }
+
+
+def _cells_by_device(r: Record) -> dict[str, str]:
+    if "gpu_ms" not in r["ours"]:
+        return {"GB/s": f"{r['break_even_gbyte_per_s']:.0f}"}
+    return {
+        "host": f"{r['hook_over_ours_host_ms']:.1f}",
+        "GPU": f"{r.get('hook_over_ours_gpu_ms', 0):.1f}",
+    }
 
 
 def stages_by_rank(record: Record) -> Table:

@@ -110,7 +110,6 @@ def _parts(program: Any) -> Iterable[Any]:
 def test_a_program_accepts_its_command_line(
     measurement: bench_all.Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("rich")
     pytest.importorskip("sklearn")
     name, *words = measurement.command.split()
     program = importlib.import_module(name.removesuffix(".py"))

@@ -17,15 +17,14 @@ from support.deadline import DEADLOCK
 from support.repository import ROOT
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("rich")
 
 import bench_cluster
 import report
 import shapes
-from cluster import contenders, models, mps, player
+from cluster import methods, models, player
 from cluster.arguments import PICTURED
 from cluster.rank import Job
-from launcher import hosts
+from launcher import hosts, mps
 
 import torch_powersgd as tp
 from support.shaped_links import needs_hosts, needs_taps
@@ -68,8 +67,8 @@ def test_a_bad_argument_is_named(
 
 
 def test_each_method_has_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    methods = ["plain", "hook-1-bucket:4", "bf16-wire:8,16", "bf16-wire:16"]
-    monkeypatch.setattr(sys, "argv", ["bench", "--methods", *methods])
+    words = ["plain", "hook-1-bucket:4", "bf16-wire:8,16", "bf16-wire:16"]
+    monkeypatch.setattr(sys, "argv", ["bench", "--methods", *words])
     found = {each.name: each.title for each in bench_cluster.parse_arguments().contenders}
     assert list(found) == ["plain", "hook-1-bucket:4", "bf16-wire:8", "bf16-wire:16"]
     assert found["bf16-wire:16"] == "ours, bf16 wire, rank 16"
@@ -77,11 +76,12 @@ def test_each_method_has_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_variables_of_nccl_are_of_the_environment() -> None:
-    words = "attached+NCCL_ALGO=allreduce:tree+NCCL_MAX_CTAS=2+min_numel=9:4,8"
-    four, eight = contenders.named(words)
-    assert four.how.variables == {"NCCL_ALGO": "allreduce:tree", "NCCL_MAX_CTAS": "2"}
+    words = "attached+NCCL_ALGO=allreduce:tree+NCCL_PROTO=LL+min_numel=9:4,8"
+    four, eight = methods.named(words)
+    assert four.how.variables == {"NCCL_ALGO": "allreduce:tree", "NCCL_PROTO": "LL"}
     assert [four.rank, eight.rank] == [4, 8]
-    assert four.how.fields == {"min_numel": 9}
+    assert four.how.options is not None
+    assert four.how.options(4, 0).min_numel == 9
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -106,7 +106,7 @@ def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_logs_of_ranks_that_fail_are_kept(tmp_path: Path) -> None:
-    job = Job("carrier-pigeon", 0, "gpt-1M", "cpu")
+    job = Job(methods.Contender("carrier-pigeon", None), "gpt-1M", "cpu")
     with player.Player(2, job, step_limit=60, warmup=1, logs=tmp_path) as failing:
         run = failing.turn(2)
         assert failing.exhausted

@@ -10,16 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from support.deadline import DEADLOCK, OPERATION
-from support.repository import ROOT
-
-pytest.importorskip("rich")
-
-from reliability import cases, faults, restarts, tables
+from reliability import cases, faults, restarts
 from reliability.cases import CASES, FAULT_STEP, Case
 from reliability.faults import GRACE, TIMEOUT, End, Trial
 
+from support.deadline import DEADLOCK, OPERATION
+from support.repository import ROOT
 from support.shaped_links import needs_hosts
 
 PROGRAM = [sys.executable, str(ROOT / "benchmarks" / "bench_reliability.py")]
@@ -73,8 +69,8 @@ def test_a_stopped_rank_has_its_time_from_where_it_goes_on() -> None:
 def test_the_table_has_a_row_for_a_fault() -> None:
     ours = _ended(KILL, _end(CLOSED, 1), _end(), _end(CLOSED, 3)).record()
     plain = _ended(KILL, _end(), _end(), _end()).record() | {"method": "plain"}
-    assert tables.outcomes({"trials": [ours]})[1] == [["a rank killed", "error", "1.0 to 3.0"]]
-    both = tables.outcomes({"trials": [plain, ours]})
+    assert faults.outcomes({"trials": [ours]})[1] == [["a rank killed", "error", "1.0 to 3.0"]]
+    both = faults.outcomes({"trials": [plain, ours]})
     assert both[1] == [["a rank killed", "right / error", "1.0 to 3.0"]]
 
 
@@ -86,9 +82,7 @@ def test_every_stage_of_a_kill_is_tried() -> None:
 
 def _run(case: Case, reference: Sequence[str] = ()) -> Trial:
     """Runs a case of ours, with a generous time-out."""
-    trial = Trial(case, "ours", reference, timeout=OPERATION)
-    trial.run()
-    return trial
+    return Trial(case, "ours", reference, timeout=OPERATION).run()
 
 
 @needs_hosts

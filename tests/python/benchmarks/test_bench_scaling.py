@@ -9,16 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_scaling
 import pytest
+from scaling import model, tables
 
 from support.deadline import DEADLOCK
 from support.repository import ROOT
-
-pytest.importorskip("rich")
-
-import bench_scaling
-from scaling import model, tables
-
 from torch_powersgd.cli.footprint import Layout, elements_of
 
 WORLD = 2

@@ -8,17 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from support.deadline import DEADLOCK
-from support.repository import ROOT
-
-pytest.importorskip("rich")
-
 import bench_timeline
+import pytest
 from clock import covered
 from cluster import timeline
 
+from support.deadline import DEADLOCK
+from support.repository import ROOT
 from support.shaped_links import needs_hosts
 
 OF_BUCKET = [

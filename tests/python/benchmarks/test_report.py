@@ -54,7 +54,7 @@ def test_a_table_is_written_for_the_docs_and_for_the_terminal(
     shown = capsys.readouterr().out
     assert "device a processor" in shown
     assert "4 ranks" in shown
-    assert "│ plain │ 12 │" in shown
+    assert "steps\n       ms\n-----  --\nplain  12\nours\n" in shown
 
 
 def test_quartiles() -> None:
