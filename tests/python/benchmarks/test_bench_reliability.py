@@ -80,9 +80,9 @@ def test_every_stage_of_a_kill_is_tried() -> None:
     assert len(set(names)) == len(names)
 
 
-def _run(case: Case, reference: Sequence[str] = ()) -> Trial:
-    """Runs a case of ours, with a generous time-out."""
-    return Trial(case, "ours", reference, timeout=OPERATION).run()
+def _run(case: Case, reference: Sequence[str] = (), timeout: float = OPERATION) -> Trial:
+    """Runs a case of ours, with a generous timeout unless its error takes that long."""
+    return Trial(case, "ours", reference, timeout).run()
 
 
 @needs_hosts
@@ -109,7 +109,7 @@ def test_a_rank_that_is_back_in_time_changes_nothing() -> None:
 @needs_hosts
 def test_a_kill_while_q_is_on_its_way_is_an_error() -> None:
     (case,) = (case for case in CASES if case.stage == "while q is on its way")
-    trial = _run(case, _run(case.undisturbed()).ends[0].digests)
+    trial = _run(case, _run(case.undisturbed()).ends[0].digests, TIMEOUT)
     assert trial.outcome == "error", trial.ends  # also: the parameters were right in every step
     next_rank, last_rank = trial.ends[case.victim + 1], trial.ends[case.victim - 1]
     assert len(next_rank.digests) == FAULT_STEP
