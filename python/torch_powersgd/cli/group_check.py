@@ -37,17 +37,14 @@ Found = tuple[list[str], Rows]  # the problems, and what was measured
 
 def check(master: Address, count: int, seconds: float) -> Found:
     """Waits for ``count`` hosts and checks their group. The one at the address has the store."""
-    first, where = False, f"{master[0]} port {master[1]}"
+    where = f"{master[0]} port {master[1]}"
     print(f"Waiting for {count} hosts at {where} ({seconds:g} seconds at most).", flush=True)
+    here = _is_here(master[0])
+    if not here and (why := _unreachable(master, seconds)):
+        remedy = f"Run this on {master[0]} too, and open TCP port {master[1]} there"
+        return [f"{where} cannot be reached: {why}. {remedy}."], []
     try:
-        socket.create_server(master).close()
-        first = True
-    except OSError:  # The address is another host's.
-        if why := _unreachable(master, seconds):
-            remedy = f"Run this on {master[0]} too, and open TCP port {master[1]} there"
-            return [f"{where} cannot be reached: {why}. {remedy}."], []
-    try:
-        store = dist.TCPStore(*master, None, first, ANSWER, wait_for_workers=False)
+        store, first = _store_at(master, here)
         meeting = _Meeting(store, store.add("number", 1) - 1, count)
         found = _check(meeting, where, seconds)
         store.set(f"done/{meeting.number}", "0")
@@ -57,6 +54,27 @@ def check(master: Address, count: int, seconds: float) -> Found:
     except (RuntimeError, ValueError) as error:
         what = str(error).splitlines()[0].rstrip(".?")
         return [f"The group that met at {where} failed: {what}. See what the others say."], []
+
+
+def _is_here(host: str) -> bool:
+    """Whether the address is this host's."""
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _store_at(master: Address, here: bool) -> tuple[dist.Store, bool]:
+    """The store at an address, and whether this process hosts it: the first one there does."""
+
+    def join(hosts: bool) -> dist.Store:
+        return dist.TCPStore(*master, None, hosts, ANSWER, wait_for_workers=False)
+
+    if here:
+        with contextlib.suppress(RuntimeError):  # Another process has the port.
+            return join(hosts=True), True
+    return join(hosts=False), False
 
 
 @dataclass(frozen=True)
