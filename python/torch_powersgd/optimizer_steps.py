@@ -6,7 +6,7 @@ torch calls hooks for every optimizer of the process, so one pair of them serves
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -34,19 +34,22 @@ def watch(watcher: Watcher) -> None:
     """Calls the watcher's methods around each step, as long as it is in ``watchers``."""
     global _registered
     if not _registered:
-        register_optimizer_step_pre_hook(_hook(lambda watcher: watcher.before_step))
-        register_optimizer_step_post_hook(_hook(lambda watcher: watcher.after_step))
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
         _registered = True
     watchers.add(watcher)
 
 
-def _hook(method: Callable[[Watcher], Callable[[Optimizer], None]]) -> Callable[..., None]:
-    def call(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            for watcher in list(watchers):
-                method(watcher)(optimizer)
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        for watcher in list(watchers):
+            watcher.before_step(optimizer)
 
-    return call
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        for watcher in list(watchers):
+            watcher.after_step(optimizer)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -21,12 +21,11 @@ from torch_powersgd._backend import NAME
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
 from torch_powersgd.cli.arguments import count
-from torch_powersgd.cli.group_check import check, gloo_listening, is_loopback
+from torch_powersgd.cli.group_check import Rows, check, gloo_listening, is_loopback
 from torch_powersgd.cli.tables import say
 from torch_powersgd.group_backends import device_types
 from torch_powersgd.options import Options, from_environment, to_core, unknown_variables
 
-Rows = list[tuple[str, str]]
 PACKAGES = (
     "accelerate", "composer", "deepspeed", "lightning", "numpy", "pytorch-lightning", "ray",
     "torchtitan", "transformers",

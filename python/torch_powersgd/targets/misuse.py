@@ -110,6 +110,8 @@ class _Averages:
     ) -> None:
         """Warns of the parameters among these that DDP should average but doesn't."""
         missed = {p for p in trained if p.requires_grad} - _averaged_by(ddp)
+        if not missed:
+            return
         names = [
             name
             for name, parameter in named_parameters_of(ddp)

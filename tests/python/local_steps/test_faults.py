@@ -26,6 +26,7 @@ from support.local_job import EVERY, OPTIONS, backward, make_net
 from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.paired_training import same
+from support.refusals import refuses
 from support.synthetic import gradient, relative_error
 from torch_powersgd import agreement, collective_call, grad_scaler
 from torch_powersgd.local_steps import watch
@@ -341,11 +342,6 @@ def test_local_steps_that_never_end_are_noticed_at_exit(rank: int) -> None:
     assert noticed() == before - (rank == 0)
 
 
-def _refuses(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
-
-
 @on_ranks(2)
 def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     model = make_net()
@@ -406,14 +402,14 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     ]
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for call, message in wrong:
-        _refuses(call, message)
+        refuses(call, message)
     assert same(model.parameters(), before)
     assert not sgd._optimizer_step_post_hooks
     first.detach()
-    _refuses(first.state_dict, "LocalSGD has ended: sync it, or save or load its state, before")
+    refuses(first.state_dict, "LocalSGD has ended: sync it, or save or load its state, before")
     tp.LocalSGD(other, taken, 4).detach()
     local = DistributedDataParallel(make_net())
     steps = tp.LocalSGD(local, _sgd(local), 4)
-    _refuses(lambda: tp.attach(local), "this module takes local steps, which do their own compr")
+    refuses(lambda: tp.attach(local), "this module takes local steps, which do their own compr")
     steps.detach()
     tp.attach(local)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import torch_powersgd as tp
 import torch_powersgd.attachment
 from support import ranks
 from support.on_ranks import on_ranks
+from support.refusals import refuses
 from support.synthetic import (
     TOLERANCE,
     Ledger,
@@ -148,11 +148,6 @@ def test_the_tensors_of_attach_are_not_kept(rank: int) -> None:
     _step(compression, rank, 0)
 
 
-def _refuses(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
-
-
 @on_ranks(2)
 def test_what_does_not_fit_is_refused(rank: int) -> None:
     compression, tensors = _attach(), _values(rank, 0)
@@ -171,12 +166,12 @@ def test_what_does_not_fit_is_refused(rank: int) -> None:
         ([1.5] * 11, "'wide' must be a tensor, got float"),
     ]
     for given, message in wrong:
-        _refuses(lambda g=given: compression.all_reduce(g), message)  # type: ignore[misc]
+        refuses(lambda g=given: compression.all_reduce(g), message)  # type: ignore[misc]
     assert all(torch.equal(tensors[name], before[name]) for name in SHAPES)
     assert compression.stats()["steps"] == 0
-    _refuses(lambda: compression.comm_hook, "comm_hook is only for a DDP module")
+    refuses(lambda: compression.comm_hook, "comm_hook is only for a DDP module")
     of_module = tp.attach(ddp := make_ddp({"w": (20, 30)}))
-    _refuses(lambda: of_module.all_reduce([*ddp.parameters()]), "were attached by name")
+    refuses(lambda: of_module.all_reduce([*ddp.parameters()]), "were attached by name")
 
 
 @on_ranks(2)
@@ -201,9 +196,9 @@ def test_what_has_no_gradients_is_not_attached(rank: int) -> None:
         (dict.fromkeys("ab"[: 1 + rank], ones), "rank 0 has nothing where rank 1 has 'b' float32"),
     ]
     for given, message in wrong:
-        _refuses(lambda g=given: tp.attach(g), message)  # type: ignore[misc]
+        refuses(lambda g=given: tp.attach(g), message)  # type: ignore[misc]
     scaler = torch.amp.GradScaler("cpu")
-    _refuses(lambda: tp.attach({"w": ones}, scaler=scaler), "takes a scaler only with a module")
+    refuses(lambda: tp.attach({"w": ones}, scaler=scaler), "takes a scaler only with a module")
 
 
 @pytest.mark.parametrize("start", [0, 1])
