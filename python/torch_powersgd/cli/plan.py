@@ -24,7 +24,7 @@ from torch_powersgd.cli.arguments import (
 from torch_powersgd.cli.footprint import Footprint, assign_buckets, footprint_of
 from torch_powersgd.cli.tables import GAP, Table, say, terminal_width
 from torch_powersgd.cli.verdict import RECOMMENDED
-from torch_powersgd.matrices import as_reals, exact_dtypes, highest_rank
+from torch_powersgd.matrices import as_reals, compressible
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options, to_core
 from torch_powersgd.stats import ratio
@@ -196,23 +196,20 @@ def summary(
     wire = dtype_name(options.wire_dtype or torch.float32)
     setting = f"matrix rank {options.matrix_approximation_rank} with factors in {wire}"
     frozen = sum(1 for p in model.parameters() if not p.requires_grad)
-    exact = exact_dtypes(p for p in model.parameters() if p.requires_grad)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    highest, *exact = compressible(trained, options)
     ignored = [f"Parameters without a gradient, which are left out: {frozen}."] if frozen else []
-    if exact:
-        ignored.append(f"Parameters in {exact} are averaged exactly.")
     if not footprint.compressed:
-        highest = highest_rank(model.parameters(), options)
         return [
             f"Nothing is compressed at {setting}: each step sends "
             f"{size_text(footprint.gradient_bytes)} per process, as without compression. A "
             "weight of n x m is compressed only if "
             "(n + m) * matrix rank * min_compression_rate < n * m.",
-            f"The highest matrix rank that compresses a weight of this model is {highest}."
-            if highest
-            else "This model has no weight that any matrix rank compresses.",
+            highest,
             *ignored,
+            *exact,
         ]
-    elements = sum(as_reals(p).numel() for p in model.parameters() if p.requires_grad)
+    elements = sum(as_reals(p).numel() for p in trained)
     share = 100 * footprint.compressed_elements / elements
     kernels = footprint.table_bytes + footprint.workspace_bytes
     return [
@@ -227,6 +224,7 @@ def summary(
         f"{size_text(footprint.factor_bytes)} for factors and their buffers, "
         f"{size_text(kernels)} for the kernels' tables and workspaces.",
         *ignored,
+        *exact,
     ]
 
 
