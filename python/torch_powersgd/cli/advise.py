@@ -24,7 +24,6 @@ from torch_powersgd.cli.arguments import (
     make_model,
 )
 from torch_powersgd.cli.processes import (
-    hosts_of_processes,
     in_words,
     joined,
     on_every_process,
@@ -40,6 +39,7 @@ from torch_powersgd.cli.rehearsal import (
 from torch_powersgd.cli.stand_in import StandIn
 from torch_powersgd.cli.tables import progress
 from torch_powersgd.cli.verdict import OF_A_ROUND, may_pay, print_advice, verdict, waits
+from torch_powersgd.group_backends import find_backends
 from torch_powersgd.options import Options
 from torch_powersgd.units import ms_text, size_text
 
@@ -157,7 +157,7 @@ def _introduction(
 
 def run(arguments: argparse.Namespace) -> int:
     with joined("advise", arguments.device) as device:
-        hosts = hosts_of_processes()
+        hosts = find_backends(None)[0].hosts
         job = on_every_process(lambda: _job_of(arguments, device, hosts), Job.outline)
         first = torch.distributed.get_rank() == 0
         rehearsal = Rehearsal(job, device)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from torch_powersgd.agreement import agree, equality_of
 from torch_powersgd.group_backends import BACKENDS
-from torch_powersgd.hosts import numbered, this_host
 
 PEERS, PINGS = 8, 5  # processes whose delay is measured, and messages to each
 
@@ -83,13 +82,6 @@ def in_words(hosts: Sequence[int]) -> str:
     if len(set(sizes)) > 1:
         return f"{len(sizes)} hosts of {' and '.join(map(str, sizes))} processes"
     return f"{len(sizes)} host{'s' * (len(sizes) > 1)} of {sizes[0]} processes"
-
-
-def hosts_of_processes() -> list[int]:
-    """The number of the host of each process of the default group. Collective."""
-    told = [""] * dist.get_world_size()
-    dist.all_gather_object(told, this_host())
-    return numbered(told)
 
 
 def slowest(
