@@ -116,10 +116,11 @@ def _check(meeting: _Meeting, where: str, seconds: float) -> Found:
         others = told[: meeting.number] + told[meeting.number + 1 :]
         mine = [problem for _, *other in others for problem in _blocked(me, *other)]
         problems = [problem for each in meeting.tell("blocked", mine) for problem in each]
-    if problems:
-        return list(dict.fromkeys(problems)), []
     hosts = [host for host, *_ in told]
-    return [], [*described(hosts, names), *_measured(meeting, numbered(hosts))]
+    return problems, [] if problems else [
+        *described(hosts, names),
+        *_measured(meeting, numbered(hosts)),
+    ]
 
 
 def described(hosts: list[str], names: list[str]) -> Rows:
