@@ -51,7 +51,7 @@ network interfaces and environment variables. Please include its output in an is
 It needs no process group. The exit status is 1 if there is a problem.
 With --master, and the same command on every other host, it checks that the hosts can train
 together, and shows the round trip and the bandwidth. Run it in the environment that you train in.
-Started by torchrun, it also shows which processes share a host and its link.
+Started by torchrun, it needs none of the options, and shows which processes share a host's link.
 """
 
 
@@ -63,6 +63,14 @@ def _address(value: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def _torchrun_store() -> tuple[str, int] | None:
+    """Where the processes of torchrun meet, if it has started this one and others."""
+    variables = os.environ
+    if "TORCHELASTIC_RUN_ID" not in variables or variables["WORLD_SIZE"] == "1":
+        return None
+    return variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+
+
 def add(commands: Any) -> None:
     command = commands.add_parser(
         "doctor",
@@ -70,7 +78,7 @@ def add(commands: Any) -> None:
         description=DOCTOR,
     )
     command.add_argument(
-        "--master", type=_address, metavar="HOST[:PORT]",
+        "--master", type=_address, metavar="HOST[:PORT]", default=_torchrun_store(),
         help=f"check the group of hosts that meets at the first one (port {STORE_PORT})",
     )  # fmt: skip
     command.add_argument(
@@ -95,16 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
     good = f"No problems found: gradients on {devices} can be compressed."
     if arguments.master and not found:
         logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # Nobody trains.
-        processes, where = (
-            arguments.hosts * arguments.per_host,
-            "{} port {}".format(*arguments.master),
-        )
+        processes, seconds = arguments.hosts * arguments.per_host, arguments.wait
+        where = "{} port {}".format(*arguments.master)
         if first:
-            print(
-                f"Waiting for {processes} processes at {where} ({arguments.wait} seconds at most).",
-                flush=True,
-            )
-        found, rows = check(arguments.master, processes, arguments.wait)
+            say(f"Waiting for {processes} processes at {where} ({seconds} seconds at most).")
+        found, rows = check(arguments.master, processes, seconds)
         good, facts = "These hosts can train together.", {"network": rows} if rows else {}
     if first:
         _print_report(found, good, facts)

@@ -81,7 +81,7 @@ def _store_at(master: Address, here: bool) -> tuple[dist.Store, bool]:
     def join(hosts: bool) -> dist.Store:
         return dist.TCPStore(*master, None, hosts, ANSWER, wait_for_workers=False)
 
-    if here:
+    if here and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # or torchrun has it
         with contextlib.suppress(RuntimeError):  # Another process has the port.
             return join(hosts=True), True
     return join(hosts=False), False
@@ -116,11 +116,10 @@ def _check(meeting: _Meeting, where: str, seconds: float) -> Found:
         others = told[: meeting.number] + told[meeting.number + 1 :]
         mine = [problem for _, *other in others for problem in _blocked(me, *other)]
         problems = [problem for each in meeting.tell("blocked", mine) for problem in each]
+    if problems:
+        return problems, []
     hosts = [host for host, *_ in told]
-    return problems, [] if problems else [
-        *described(hosts, names),
-        *_measured(meeting, numbered(hosts)),
-    ]
+    return [], [*described(hosts, names), *_measured(meeting, numbered(hosts))]
 
 
 def described(hosts: list[str], names: list[str]) -> Rows:

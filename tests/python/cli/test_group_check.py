@@ -71,21 +71,23 @@ def test_who_shares_a_link(hosts: list[str], found: list[str]) -> None:
 def test_torchrun_says_how_many_and_one_process_of_a_host_speaks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    checked: list[int] = []
+    checked: list[object] = []
 
-    def check(_master: object, processes: int, _seconds: float) -> group_check.Found:
-        checked.append(processes)
+    def check(*arguments: object) -> group_check.Found:
+        checked.append(arguments)
         return [], [("hosts", "found")]
 
     monkeypatch.setattr(doctor, "check", check)
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    started = {"TORCHELASTIC_RUN_ID": "job", "MASTER_ADDR": "::1", "MASTER_PORT": "29400"}
+    numbers = {"WORLD_SIZE": "12", "GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in (started | numbers).items():
+        monkeypatch.setenv(name, value)
     for rank, speaks in (("0", True), ("1", False)):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        status, said = command_line.run("doctor", "--master", "here")
+        status, said = command_line.run("doctor")
         assert status == 0
         assert bool(said) is speaks
-    assert checked == [12, 12]
+    assert checked == [(("::1", 29400), 12, 300)] * 2
 
 
 def _doctors_on(hosts: Hosts, **environment: str) -> list[str]:
