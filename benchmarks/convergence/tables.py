@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from cluster.methods import METHODS, Contender, named, parse
 from report import Record, Table
 
-from convergence.matrix import STAGES
+from convergence.tasks import STAGES
 
 Methods = Mapping[str, Record]  # the bytes and the losses of a task, by the name of the contender
 
