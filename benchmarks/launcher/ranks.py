@@ -65,6 +65,12 @@ def default_group(backend: str, **arguments: Any) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def alone(device: torch.device) -> AbstractContextManager[None]:
+    """A context with a default group of this process alone."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return default_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 @dataclass(frozen=True)
 class Rank:
     """What a process is given when it starts.
