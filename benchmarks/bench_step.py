@@ -115,8 +115,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cuda", choices=["cpu", "cuda"], help="device (cuda)")
     texts = [name for name, task in models.TASKS.items() if isinstance(task, models.Text)]
     add("--model", default="gpt2", choices=texts, help="model to train (gpt2)")
-    size = {"nargs": 2, "type": int, "metavar": ("SEQUENCES", "TOKENS"), "default": [8, 512]}
-    add("--batch", help="size of a step (8 512)", **size)
+    form = ("SEQUENCES", "TOKENS")
+    add("--batch", nargs=2, type=int, default=[8, 512], metavar=form, help="of a step (8 512)")
     add("--ranks", nargs="+", type=int, default=[4, 16], help="matrix ranks (4 16)")
     add("--caps", nargs="+", type=int, default=[25, 100], help="DDP's bucket_cap_mb (25 100)")
     add("--repeats", type=int, default=5, help="steps per turn (5)")
