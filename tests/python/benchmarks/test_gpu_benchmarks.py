@@ -14,7 +14,6 @@ import bench_step
 import pytest
 import torch
 import torch.distributed as dist
-from clock import covered
 from stages.tables import stages_on_gpu
 
 
@@ -86,8 +85,3 @@ def test_on_a_gpu_the_hook_is_compared_by_the_time_of_the_host_and_of_the_device
     assert table[0][:4] == ["the demo's GPT", "2", "0.50", "6.00"]
     headings, _ = stages_on_gpu(record)
     assert headings[2:] == ["stages, ms", "torch's hook, ms"]
-
-
-def test_overlapping_kernels_count_once() -> None:
-    assert covered([(5.0, 7.0), (1.0, 3.0), (2.0, 4.0), (2.5, 3.5)]) == 5
-    assert covered([]) == 0
