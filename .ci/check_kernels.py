@@ -19,8 +19,8 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURES = (80, 90, 100, 120)  # those of a release that have the instructions of 8.0
@@ -57,8 +57,7 @@ def spills(log: str) -> list[str]:
     return faults if rows else ["nvcc has compiled no kernel"]
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     name: str
     code: list[str]  # its instructions and labels
 
@@ -90,10 +89,8 @@ class Kernel:
 def kernels_of(ptx: str) -> list[Kernel]:
     """The kernels in demangled PTX."""
     entries = re.findall(r"^(?:\.\w+ )*\.entry (.*)\($(?s:.*?)^{\n((?s:.*?))^}", ptx, re.MULTILINE)
-    return [
-        Kernel(name_of(symbol), re.findall(r"^\s*([@\w].*;|\$\w+:)", body, re.MULTILINE))
-        for symbol, body in entries
-    ]
+    code = re.compile(r"^\s*([@\w].*;|\$\w+:)", re.MULTILINE)
+    return [Kernel(name_of(symbol), code.findall(body)) for symbol, body in entries]
 
 
 def early_accesses(kernel: Kernel) -> Iterator[str]:
@@ -134,8 +131,7 @@ def compile_kernels(source: Path, folder: str) -> str:
 
 
 def demangled(texts: Iterable[str]) -> str:
-    command = ["c++filt"]
-    return subprocess.run(command, input="".join(texts), stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.check_output("c++filt", input="".join(texts), text=True)
 
 
 def main() -> int:
@@ -147,11 +143,8 @@ def main() -> int:
     faults = [line for line in log.splitlines() if "warning" in line.lower()]
     faults += spills(log)
     kernels = kernels_of(ptx)
-    for kernel in kernels:
-        found = [*early_accesses(kernel), *disorder(kernel)]
-        faults += [f"{kernel.name}: {each}" for each in found]
-    if not kernels:
-        faults.append("nvcc has kept no PTX")
+    faults += [f"{k.name}: {each}" for k in kernels for each in (*early_accesses(k), *disorder(k))]
+    faults += [] if kernels else ["nvcc has kept no PTX"]
     print("\n".join(faults) or "no faults")
     return 1 if faults else 0
 

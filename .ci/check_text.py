@@ -53,15 +53,9 @@ def findings(name: str, text: str) -> Iterator[str]:
             yield f"{name}:{number}: {len(shown)} columns: at most {COLUMNS}"
 
 
-def main(names: list[str]) -> int:
-    root = Path(__file__).parents[1]
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = names or subprocess.check_output(command, cwd=root, text=True).splitlines()
-    files = [name for name in names if (root / name).is_file() and not re.match(EXCLUDED, name)]
-    found = [each for name in files for each in findings(name, (root / name).read_text("utf-8"))]
-    print(*found, sep="\n", end="\n" if found else "")
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = sys.argv[1:] or subprocess.check_output(listed, text=True).splitlines()
+    files = [Path(name) for name in names if not re.match(EXCLUDED, name)]
+    found = [f for p in files if p.is_file() for f in findings(str(p), p.read_text("utf-8"))]
+    sys.exit("\n".join(found) or None)

@@ -7,45 +7,28 @@
 # network, no space), this prints NOT CHECKED and is not a failure.
 #
 #   .ci/cuda_torch.sh        CUDA_TORCH=torch==2.11.0   CUDA_ENV=~/.cache/torch-powersgd/<CUDA_TORCH>
-set -euo pipefail
-cd "$(dirname "$0")/.."
-exec </dev/null
+. "$(dirname "$0")/copied_tree.sh"
 
 torch=${CUDA_TORCH:-torch==2.11.0}
-env=${CUDA_ENV:-${XDG_CACHE_HOME:-$HOME/.cache}/torch-powersgd/${torch//[^a-z0-9.]/-}}
+env=${CUDA_ENV:-$envs/${torch//[^a-z0-9.]/-}}
 python=$env/bin/python
-log=$(mktemp)
-tree=$(mktemp -d)
-trap 'rm -rf "$log" "$tree"' EXIT
+log=$tree/log
 
-if ! "$python" -c 'import torch, rich, pytest, xdist, hypothesis, expecttest' 2>/dev/null; then
+if ! environment "$env" python3 "torch, rich, pytest, xdist, hypothesis, expecttest" \
+  "$torch" rich pytest pytest-xdist hypothesis expecttest >"$log" 2>&1; then
+  tail -n 3 "$log"
   rm -rf "$env"
-  if ! { python3 -m venv "$env" &&
-    "$env/bin/pip" --disable-pip-version-check --no-cache-dir install --quiet \
-      "$torch" numpy ninja 'setuptools>=77,<82' rich pytest pytest-xdist hypothesis \
-      expecttest; } >"$log" 2>&1; then
-    tail -n 3 "$log"
-    rm -rf "$env"
-    echo "NOT CHECKED: the build and the tests against a torch with CUDA: $torch could not be installed"
-    exit 0
-  fi
+  echo "NOT CHECKED: the build and the tests against a torch with CUDA: $torch could not be installed"
+  exit 0
 fi
 "$python" -c 'import torch; assert torch.version.cuda, f"{torch.__version__} has no CUDA"'
 
 CUDA_HOME=$(.ci/cuda_home)
-# Builds in a copy, to keep the objects for the other torch, and for one architecture, because
-# check_kernels.py compiles the kernels for all of them.
-cp -r setup.py setup_support pyproject.toml LICENSE README.md csrc docs include python tests "$tree"
-rm -f "$tree"/python/torch_powersgd/_C*.so
-cd "$tree"
+copy_with docs tests
+# For one architecture, because check_kernels.py compiles the kernels for all of them.
 export CUDA_HOME POWERSGD_BUILD_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0
-command -v ccache >/dev/null && export PATH=/usr/lib/ccache:$PATH
-export CCACHE_BASEDIR=$tree CCACHE_NOHASHDIR=1
-if ! PATH=$env/bin:$PATH "$python" setup.py build_ext --inplace >"$log" 2>&1; then
-  tail -n 60 "$log"
-  exit 1
-fi
-export PYTHONPATH=$tree/python
+PATH=$env/bin:$PATH "$python" setup.py build_ext --inplace >"$log" 2>&1 ||
+  { tail -n 60 "$log" && exit 1; }
 "$python" -c '
 from torch_powersgd import _C
 assert _C.has_kernels("cuda") and _C.has_kernels("cpu")'

@@ -5,20 +5,14 @@
 # the sdist's quick tests.
 #
 #   .ci/sdist_tests.sh        TORCH=torch==2.13.0
-set -euo pipefail
-cd "$(dirname "$0")/.."
+. "$(dirname "$0")/copied_tree.sh"
+python=$tree/env/bin/python
 
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
-python3 -m venv "$folder/env"
-python=$folder/env/bin/python
-pip=("$python" -m pip --disable-pip-version-check install --quiet)
-"${pip[@]}" "${TORCH:-torch==2.13.0}" numpy ninja 'setuptools>=77,<82' pytest hypothesis
-
-"$python" setup.py --quiet sdist "--dist-dir=$folder/dist"
-"${pip[@]}" --no-build-isolation "$folder"/dist/*.tar.gz
-tar -xzf "$folder"/dist/*.tar.gz -C "$folder"
-cd "$folder"/torch_powersgd-*
+environment "$tree/env" python3 torch "${TORCH:-torch==2.13.0}" pytest hypothesis
+"$python" setup.py --quiet sdist "--dist-dir=$tree/dist"
+"$python" -m pip --disable-pip-version-check install --quiet --no-build-isolation "$tree"/dist/*
+tar -xzf "$tree"/dist/*.tar.gz -C "$tree"
+cd "$tree"/torch_powersgd-*
 # Test the installed package, not the one in the folder.
 rm -r python
 "$python" -m pytest -q tests/python/{backend,options,stats,training}

@@ -29,10 +29,7 @@ def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps:
         optimizer.zero_grad()
         nn.functional.mse_loss(ddp(inputs), inputs.roll(1, dims=1)).backward()
         optimizer.step()
-
-
-def check_equal_on_all_ranks(model: nn.Module) -> None:
-    mine = nn.utils.parameters_to_vector(model.parameters()).detach()
+    mine = nn.utils.parameters_to_vector(ddp.parameters()).detach()
     first = mine.clone()
     dist.broadcast(first, 0)
     assert mine.equal(first), "the ranks' parameters differ"
@@ -44,27 +41,21 @@ def main(rank: int, folder: str) -> None:
     torch.manual_seed(rank)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)))
     optimizer = torch.optim.AdamW(ddp.parameters())
-
     compression = torch_powersgd.attach(ddp, {"start_powerSGD_iter": 2})
     train(ddp, optimizer, 4)
     counts = compression.stats()
     assert counts["compressed_calls"] > 0, counts
     assert counts["compressed_ratio"] > 1, counts
-    check_equal_on_all_ranks(ddp)
     compression.detach()
-
     with torch_powersgd.LocalSGD(ddp, optimizer, 2, warmup_steps=1) as steps:
         train(ddp, optimizer, 5)
         rounds = steps.stats()
         assert rounds["round_ratio"] > 2, rounds  # of the two steps, and compression
-    check_equal_on_all_ranks(ddp)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(main, (folder,), RANKS)
-    print(
-        f"Python {platform.python_version()}, torch {torch.__version__}: "
-        "a compressed step and a round of local steps on two processes"
-    )
+    done = "a compressed step and a round of local steps on two processes"
+    print(f"Python {platform.python_version()}, torch {torch.__version__}: {done}")

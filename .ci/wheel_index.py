@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote
 
+_FORM = ".../torch_powersgd-VERSION+torchVERSION.DEVICE-TAGS.whl#sha256=HASH"
 _LINK = re.compile(
     r"(?:.*/)?(?P<wheel>torch_powersgd-[^-+]+\+torch(?P<torch>[^-]+)\.(?P<device>cpu|cu\d+)-[^/]+\.whl)"
     r"#sha256=[0-9a-f]{64}"
@@ -29,20 +30,14 @@ _LINK = re.compile(
 
 def make_indexes(folder: Path, links: Iterable[str]) -> None:
     """Writes to `folder` a page for each torch version and device, and pages that link to it."""
-    wheels: dict[str, re.Match[str]] = {}
-    for link in links:
-        match = _LINK.fullmatch(unquote(link))
-        if match is None:
-            raise SystemExit(
-                "a link must be .../torch_powersgd-VERSION+torchVERSION.DEVICE-TAGS.whl#sha256=HASH"
-                f" with the device cpu or cuNNN, got {link}"
-            )
-        wheels[link] = match
+    wheels = {link: _LINK.fullmatch(unquote(link)) for link in links}
     pages: defaultdict[Path, dict[str, str]] = defaultdict(dict)  # texts by link, by folder
     for link, match in wheels.items():
+        if match is None:
+            raise SystemExit(f"a link must be {_FORM} with the device cpu or cuNNN, got {link}")
         devices = {match["device"]}
         if "cpu" in devices and "aarch64" in match["wheel"]:
-            devices |= {m["device"] for m in wheels.values() if m["torch"] == match["torch"]}
+            devices |= {m["device"] for m in wheels.values() if m and m["torch"] == match["torch"]}
         for device in devices:
             place = folder / f"torch{match['torch']}" / device / "torch-powersgd"
             pages[place][link] = match["wheel"]
@@ -51,12 +46,9 @@ def make_indexes(folder: Path, links: Iterable[str]) -> None:
                 place = place.parent
     for place, texts in pages.items():
         place.mkdir(parents=True, exist_ok=True)
-        anchors = (
-            f'<a href="{html.escape(link)}">{text}</a><br>\n' for link, text in texts.items()
-        )
-        (place / "index.html").write_text(
-            "<!DOCTYPE html>\n<title>Wheels of torch-powersgd</title>\n" + "".join(sorted(anchors))
-        )
+        lines = sorted(f'<a href="{html.escape(at)}">{text}</a><br>' for at, text in texts.items())
+        head = "<!DOCTYPE html>\n<title>Wheels of torch-powersgd</title>"
+        (place / "index.html").write_text("\n".join([head, *lines, ""]))
 
 
 if __name__ == "__main__":

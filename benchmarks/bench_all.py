@@ -37,16 +37,12 @@ class Measurement:
     command: str  # in benchmarks/, without the files
     picture: bool = False
 
-    @property
-    def result(self) -> Path:
-        return RESULTS / f"{self.name}.json"
-
     def is_current(self) -> bool:
-        return _measures_this_tree(self.result)
+        return _measures_this_tree(RESULTS / f"{self.name}.json")
 
     def run(self) -> bool:
         """Starts or resumes the measurement. Returns whether the result is complete."""
-        record, picture = UNFINISHED / self.result.name, UNFINISHED / f"{self.name}.png"
+        record, picture = (UNFINISHED / f"{self.name}.{kind}" for kind in ("json", "png"))
         if not _measures_this_tree(record):
             record.unlink(missing_ok=True)
         program, *words = self.command.split()
@@ -55,7 +51,7 @@ class Measurement:
         print("\n", *command, flush=True)
         if subprocess.run(command, check=False).returncode:
             return False
-        record.replace(self.result)
+        record.replace(RESULTS / record.name)
         if self.picture:
             picture.replace(PICTURES / picture.name)
         return True
@@ -69,19 +65,25 @@ def _measures_this_tree(record: Path) -> bool:
     return subprocess.run(changed, cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
+_STAGES = "bench_stages.py --wire float32 --models resnet18"
+_DELAYED = (
+    "bench_cluster.py --rates 1gbit --delays 0.1 5 20 50 --rounds 4"
+    " --methods none plain hook-1-bucket:16 int8-wire:16"
+)
+_LEARNING = (
+    "plain hook-1-bucket:16 int8-wire:16 diloco+wire_dtype=int4:32"
+    " diloco+fragment_sync_delay=5:16 torchft+lr=0.8+momentum=0.3:10"
+)
+_LOCAL = "bench_cluster.py --models demo --ranks 2 --rounds 3 --steps 10 --methods none"
+_LOSSES = "bench_convergence.py losses --resume"
 PARTS = {
     "stages": [
         Measurement(
             "stages_cpu",
             20,
-            "bench_stages.py --wire float32 --models resnet18 demo gpt2 --ranks 1 2 4 8"
-            " --dtypes float32 bfloat16 bfloat16/bfloat16",
+            f"{_STAGES} demo gpt2 --ranks 1 2 4 8 --dtypes float32 bfloat16 bfloat16/bfloat16",
         ),
-        Measurement(
-            "stages_by_rank",
-            5,
-            "bench_stages.py --wire float32 --models resnet18 gpt2 --ranks 4 8 16 32",
-        ),
+        Measurement("stages_by_rank", 5, f"{_STAGES} gpt2 --ranks 4 8 16 32"),
     ],
     "cluster": [
         Measurement(
@@ -93,35 +95,19 @@ PARTS = {
             " --learning-methods plain hook-1-bucket:16 bf16-wire:16 int8-wire:16,32",
             picture=True,
         ),
-        Measurement(
-            "cluster_delays",
-            10,
-            "bench_cluster.py --models demo --ranks 2 --rates 1gbit --delays 0.1 5 20 50"
-            " --rounds 4 --learning-steps 0 --methods none plain hook-1-bucket:16 int8-wire:16",
-        ),
-        Measurement(
-            "cluster_delays_hosts",
-            10,
-            "bench_cluster.py --models gpt-1M --ranks 2 4 8 --rates 1gbit --delays 0.1 5 20 50"
-            " --rounds 4 --learning-steps 0 --methods none plain hook-1-bucket:16 int8-wire:16",
-        ),
+        Measurement("cluster_delays", 10, f"{_DELAYED} --models demo --ranks 2"),
+        Measurement("cluster_delays_hosts", 10, f"{_DELAYED} --models gpt-1M --ranks 2 4 8"),
         Measurement(
             "cluster_local_far",
             20,
-            "bench_cluster.py --models demo --ranks 2 --rates 100mbit --delays 50 --rounds 3"
-            " --steps 10 --learning-steps 200 --methods none plain hook-1-bucket:16 int8-wire:16"
-            " local-sgd+fragments=5:16 diloco+wire_dtype=int4:32 diloco+fragment_sync_delay=5:16"
-            " torchft+lr=0.8+momentum=0.3:10 --learning-methods plain hook-1-bucket:16"
-            " int8-wire:16 diloco+wire_dtype=int4:32 diloco+fragment_sync_delay=5:16"
-            " torchft+lr=0.8+momentum=0.3:10",
+            f"{_LOCAL} {_LEARNING} local-sgd+fragments=5:16 --rates 100mbit --delays 50"
+            f" --learning-steps 200 --learning-methods {_LEARNING}",
         ),
         Measurement(
             "cluster_local",
             10,
-            "bench_cluster.py --models demo --ranks 2 --rates 1gbit --delays 20 50 --rounds 3"
-            " --steps 10 --learning-steps 0 --methods none plain hook-1-bucket:16 int8-wire:16"
-            " local-sgd:16 local-sgd+fragments=5:16 diloco+wire_dtype=int4:32"
-            " diloco+fragment_sync_delay=5:16 torchft+lr=0.8+momentum=0.3:10",
+            f"{_LOCAL} {_LEARNING} local-sgd:16 local-sgd+fragments=5:16 --rates 1gbit"
+            " --delays 20 50",
         ),
         Measurement(
             "cluster_cpu",
@@ -136,22 +122,15 @@ PARTS = {
     ],
     "scaling": [Measurement("scaling", 5, "bench_scaling.py")],
     "convergence": [
-        Measurement("convergence", 360, "bench_convergence.py losses --resume", picture=True),
-        Measurement(
-            "local_steps", 45, "bench_convergence.py losses --stages local --resume", picture=True
-        ),
+        Measurement("convergence", 360, _LOSSES, picture=True),
+        Measurement("local_steps", 45, f"{_LOSSES} --stages local", picture=True),
         Measurement(
             "local_steps_4",
             30,
-            "bench_convergence.py losses --ranks 4 --seeds 3 --resume"
-            " --methods plain int8-wire:16 diloco:16 diloco+wire_dtype=int4:32"
-            " torchft+lr=0.8+momentum=0.3:10",
+            f"{_LOSSES} --ranks 4 --seeds 3 --methods plain int8-wire:16 diloco:16"
+            " diloco+wire_dtype=int4:32 torchft+lr=0.8+momentum=0.3:10",
         ),
-        Measurement(
-            "local_steps_long",
-            40,
-            "bench_convergence.py losses --stages local-long --seeds 3 --resume",
-        ),
+        Measurement("local_steps_long", 40, f"{_LOSSES} --stages local-long --seeds 3"),
         Measurement("shadow", 10, "bench_convergence.py shadow"),
         Measurement("unlike_data", 5, "bench_convergence.py unlike-data"),
     ],
@@ -169,12 +148,10 @@ def listed() -> str:
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"parts to run: {', '.join(PARTS)} (all)"
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    some = f"parts to run: {', '.join(PARTS)} (all)"
+    parser.add_argument("parts", nargs="*", metavar="PART", help=some)
     parser.add_argument("--list", action="store_true", help="list the parts and measure nothing")
     arguments = parser.parse_args(words)
     if unknown := set(arguments.parts) - set(PARTS):

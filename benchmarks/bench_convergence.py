@@ -11,15 +11,13 @@ python benchmarks/bench_convergence.py unlike-data --json unlike_data.json
 from __future__ import annotations
 
 from convergence import losses, shadow, unlike_data
-from report import part_of, recorded, show
+from report import run_part
 
 PARTS = {"losses": losses, "shadow": shadow, "unlike-data": unlike_data}
 
 
 def main(words: list[str] | None = None) -> None:
-    part, arguments = part_of(__doc__, PARTS, "after every run", words)
-    record = recorded(arguments, part.measure)
-    show(record, part.tables_of(record))
+    part, arguments, record = run_part(__doc__, PARTS, words)
     if getattr(arguments, "picture", None):
         part.draw(record, arguments.picture)
 

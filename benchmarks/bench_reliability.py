@@ -14,19 +14,17 @@ import sys
 
 from launcher import hosts, signals
 from reliability import faults, restarts
-from report import part_of, recorded, show
+from report import run_part
 
 PARTS = {"faults": faults, "restarts": restarts}
 
 
 def main(words: list[str] | None = None) -> None:
-    part, arguments = part_of(__doc__, PARTS, "after every trial", words)
     signals.unwind_on_signals()
     try:
-        record = recorded(arguments, part.measure)
+        part, _, record = run_part(__doc__, PARTS, words)
     except hosts.ClusterError as error:
         sys.exit(f"bench_reliability: {error}")
-    show(record, part.tables_of(record))
     if found := part.problems(record):
         sys.exit(f"bench_reliability: {'; '.join(found)}")
 

@@ -7,15 +7,16 @@
 The options are the defaults, so the stages include the conversion of the factors to int8 and back.
 With --wire float32 they are those of torch's hook.
 
-It runs in one process, without a network, and times three things on the same buckets: the stages of
-this project, separately and together; torch's whole powerSGD_hook in a group of one process, whose
-all-reduces send nothing; and the floor. The floor is the time to read and write the bytes that a
-step cannot do without, at the device's copy speed.
+It runs in one process, on one core, without a network, and times three things on the same buckets:
+the stages of this project, separately and together; torch's whole powerSGD_hook in a group of one
+process, whose all-reduces send nothing; and the floor. The floor is the time to read and write the
+bytes that a step cannot do without, at the device's copy speed. The break-even is the bandwidth
+above which a plain all-reduce is faster.
 
 On a GPU, "all" and "hook" start on an idle device and include the launches. The stages and "queued"
-are timed while the host is ahead of the device, as it is in a backward pass. "launches" counts this
-project's kernels. torch's hook launches many more and waits for each bucket, so most of its time is
-the host's. It is compared twice:
+are timed while the host is ahead of the device, as it is in a backward pass. torch's hook launches
+many more kernels and waits for each bucket, so most of its time is the host's. It is compared
+twice:
 
     host  the time until the call returns, from an idle device on
     GPU   the time in which the device runs a kernel or copies, without the gaps between them
@@ -24,75 +25,60 @@ the host's. It is compared twice:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import math
-from dataclasses import dataclass
 
 import shapes
 import torch
-import torch.distributed as dist
-from clock import Clock, PeakMemory, gpu_ms, host_ms
-from launcher.ranks import default_group
-from report import Record, add_files, in_turn, processor, provenance, recorded, show, write
+from clock import Clock, device_of, gpu_ms, host_ms, is_gpu, name_of
+from launcher.ranks import alone
+from report import Record, add_files, in_turn, provenance, recorded, show, write
 from stages.contestants import Hook, Ours
 from stages.tables import results
 
 import torch_powersgd
-from torch_powersgd._core import _C
 from torch_powersgd.cli.footprint import Layout, buckets_of
-from torch_powersgd.option_values import dtype_name
 
 COPIED_BYTES = 1 << 30  # on a GPU, to measure its copy speed
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
-    """One configuration that is measured."""
+    """One configuration that is measured. Its dtypes are named as in torch."""
 
     model: str
-    options: torch_powersgd.Options
-    dtype: torch.dtype
-    device: torch.device
+    rank: int
+    dtype: str
+    residual_dtype: str
+    wire_dtype: str
 
     @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def layout(self) -> Layout:
-        return buckets_of([list(shape) for shape in shapes.MODELS[self.model]()], self.dtype)
+    def options(self) -> torch_powersgd.Options:
+        return torch_powersgd.Options(
+            matrix_approximation_rank=self.rank,
+            residual_dtype=getattr(torch, self.residual_dtype),
+            wire_dtype=None if self.wire_dtype == "float32" else self.wire_dtype,
+        )
 
     def title(self) -> str:
-        return f"{self.model}, rank {self.options.matrix_approximation_rank}, {self.dtype}"
-
-    def ours(self) -> Ours:
-        return Ours(self.layout, self.options, self.dtype, self.device)
-
-    def hook(self) -> Hook:
-        return Hook(self.layout, self.options.matrix_approximation_rank)
+        return f"{self.model}, rank {self.rank}, {self.dtype}"
 
 
 class Gradients:
     """Random gradients of every bucket, which the stages overwrite."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         torch.manual_seed(0)
-        sizes = [sum(math.prod(shape) for shape in bucket) for bucket in case.layout]
-        self.numel = sum(sizes)
-        self._sources = [torch.randn(n, device=case.device).to(case.dtype) for n in sizes]
+        sizes = [sum(math.prod(shape) for shape in bucket) for bucket in layout]
+        self._sources = [torch.randn(n, device=device).to(dtype) for n in sizes]
         self.tensors = [source.clone() for source in self._sources]
 
     def refill(self) -> None:
         """Restores the gradients."""
         for gradient, source in zip(self.tensors, self._sources, strict=True):
             gradient.copy_(source)
-
-    def warm_up(self, contestant: Ours | Hook) -> None:
-        """Runs the first steps, which allocate. The hook's first two do not compress."""
-        for _ in range(3):
-            self.refill()
-            contestant.run(self.tensors)
 
 
 def copy_bytes_per_ms(gradients: Gradients, clock: Clock, repeats: int) -> float:
@@ -108,51 +94,42 @@ def copy_bytes_per_ms(gradients: Gradients, clock: Clock, repeats: int) -> float
     return 2 * COPIED_BYTES / clock.median(lambda: copy.copy_(source), repeats, ahead=True)
 
 
-def bench(case: Case, repeats: int) -> Record:
-    clock = Clock(case.device)
-    gradients = Gradients(case)
-
-    def measure(contestant: Ours | Hook, repeats: int) -> dict[str, float]:
-        memory = PeakMemory(case.device)
-        gradients.warm_up(contestant)
-        step = functools.partial(contestant.run, gradients.tensors)
-        result = {"ms": clock.median(step, repeats, gradients.refill)}
-        result["memory_bytes"] = memory.bytes()
-        if case.on_gpu:
-            result["host_ms"] = host_ms(step, repeats, gradients.refill)
-            result["gpu_ms"] = gpu_ms(step, max(3, repeats // 5))
-        return result
-
-    ours = case.ours()
-    ours_result = measure(ours, repeats)
+def bench(case: Case, device: torch.device, repeats: int) -> Record:
+    clock, dtype = Clock(device), getattr(torch, case.dtype)
+    layout = buckets_of([list(shape) for shape in shapes.MODELS[case.model]()], dtype)
+    gradients = Gradients(layout, dtype, device)
+    ours = Ours(layout, case.options, dtype, device)
     step = functools.partial(ours.run, gradients.tensors)
-    ours_result["queued_ms"] = clock.median(step, repeats, gradients.refill, ahead=True)
+    ours_ms = _times(device, ours, gradients, repeats)
+    ours_ms["queued_ms"] = clock.median(step, repeats, gradients.refill, ahead=True)
     stage_ms = ours.stage_ms(clock, gradients.tensors, repeats, gradients.refill)
-    launched = _C.cuda_launch_count()
-    step()
-    ours_result["launches"] = _C.cuda_launch_count() - launched
-    hook_result = measure(case.hook(), max(3, repeats // 3))
+    hook_ms = _times(device, Hook(layout, case.rank), gradients, max(3, repeats // 3))
     copied_per_ms = copy_bytes_per_ms(gradients, clock, repeats)
-    gradient_bytes = sum(compressor.gradient_bytes for compressor in ours.buckets)
-    result: Record = {
-        "model": case.model,
-        "rank": case.options.matrix_approximation_rank,
-        "dtype": dtype_name(case.dtype),
-        "residual_dtype": dtype_name(case.options.residual_dtype),
-        "wire_dtype": dtype_name(case.options.wire_dtype or torch.float32),
-        "elements": gradients.numel,
-        "buckets": len(ours.buckets),
-        "gradient_bytes": gradient_bytes,
+    elements = sum(gradient.numel() for gradient in gradients.tensors)
+    return {
+        **dataclasses.asdict(case),
+        "elements": elements,
+        "buckets": len(layout),
+        "gradient_bytes": sum(compressor.gradient_bytes for compressor in ours.buckets),
         "stage_ms": stage_ms,
-        "ours": ours_result,
-        "hook": hook_result,
+        "ours": ours_ms,
+        "hook": hook_ms,
         "copy_gbyte_per_s": copied_per_ms / 1e6,
-        "hook_over_ours": hook_result["ms"] / ours_result["ms"],
+        "floor_ms": floor_bytes(case, elements) / copied_per_ms,
     }
-    result.update(_by_device(result))
-    result["floor_ms"] = floor_bytes(case, gradients.numel) / copied_per_ms
-    result["ours_over_floor"] = ours_result["queued_ms"] / result["floor_ms"]
-    return result
+
+
+def _times(
+    device: torch.device, contestant: Ours | Hook, gradients: Gradients, repeats: int
+) -> dict[str, float]:
+    """The milliseconds of a step. The first steps allocate, and the hook compresses no sooner."""
+    clock, step = Clock(device), functools.partial(contestant.run, gradients.tensors)
+    clock.median(step, 3, gradients.refill)
+    found = {"ms": clock.median(step, repeats, gradients.refill)}
+    if is_gpu(device):
+        found["host_ms"] = host_ms(step, repeats, gradients.refill)
+        found["gpu_ms"] = gpu_ms(step, max(3, repeats // 5))
+    return found
 
 
 def floor_bytes(case: Case, elements: int) -> int:
@@ -161,18 +138,8 @@ def floor_bytes(case: Case, elements: int) -> int:
     project reads the gradient and the residual's memory and writes the memory, back_project reads
     the memory, reconstruct writes the gradient. benchmarks/kernels/cases.h has the same definition.
     """
-    residual = getattr(torch, dtype_name(case.options.residual_dtype))
-    return elements * (2 * case.dtype.itemsize + 3 * int(residual.itemsize))
-
-
-def _by_device(r: Record) -> dict[str, float]:
-    """The factors on a GPU, and on a CPU the bus bandwidth below which compression pays off."""
-    ours, hook = r["ours"], r["hook"]
-    if "gpu_ms" in ours:
-        times = (time for time in ("host_ms", "gpu_ms") if ours[time])
-        return {f"hook_over_ours_{time}": hook[time] / ours[time] for time in times}
-    # An all-reduce moves 2 bytes(G).
-    return {"break_even_gbyte_per_s": 2 * r["gradient_bytes"] / (ours["queued_ms"] * 1e-3) / 1e9}
+    gradient, residual = getattr(torch, case.dtype), getattr(torch, case.residual_dtype)
+    return int(elements * (2 * gradient.itemsize + 3 * residual.itemsize))
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -181,51 +148,34 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cpu", choices=["cpu", "cuda"], help="device (cpu)")
     add("--models", nargs="+", default=["resnet18", "demo"], choices=shapes.MODELS)
     add("--ranks", nargs="+", type=int, default=[4], help="matrix ranks (4)")
-    add(
-        "--dtypes",
-        nargs="+",
-        default=["float32"],
-        metavar="GRADIENT[/RESIDUAL]",
-        help="dtypes of the gradients and of the residuals (float32/float32)",
-    )
+    dtypes = "dtypes of the gradients and of the residuals (float32/float32)"
+    form = "GRADIENT[/RESIDUAL]"
+    add("--dtypes", nargs="+", default=["float32"], metavar=form, help=dtypes)
     add("--wire", default="int8", choices=["int8", "float32"], help="of the factors (int8)")
-    add("--threads", type=int, default=1, help="number of CPU threads (1)")
     add("--repeats", type=int, default=15, help="number of timed steps (15)")
     add_files(parser, "after every configuration")
     return parser.parse_args(words)
 
 
-def cases_of(arguments: argparse.Namespace, device: torch.device) -> list[Case]:
-    cases = []
-    for model, dtype, rank in itertools.product(
-        arguments.models, arguments.dtypes, arguments.ranks
-    ):
-        gradient, _, residual = dtype.partition("/")
-        options = torch_powersgd.Options(
-            matrix_approximation_rank=rank,
-            residual_dtype=getattr(torch, residual or "float32"),
-            wire_dtype=None if arguments.wire == "float32" else arguments.wire,
-        )
-        cases.append(Case(model, options, getattr(torch, gradient), device))
-    return cases
-
-
 def measure(arguments: argparse.Namespace) -> Record:
-    torch.set_num_threads(arguments.threads)
-    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    record: Record = {**provenance(name), "threads": arguments.threads, "results": []}
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    with default_group(backend, store=dist.HashStore(), rank=0, world_size=1):
-        for case in in_turn(cases_of(arguments, device), Case.title):
-            record["results"].append(bench(case, arguments.repeats))
-            write(record, arguments.json)
+    torch.set_num_threads(1)
+    device = device_of(arguments.device)
+    record: Record = {**provenance(name_of(device)), "results": []}
+    of = arguments
+    cases = []
+    for model, dtypes, rank in itertools.product(of.models, of.dtypes, of.ranks):
+        gradient, _, residual = dtypes.partition("/")
+        cases.append(Case(model, rank, gradient, residual or "float32", of.wire))
+    with alone(device):
+        for case in in_turn(cases, Case.title):
+            record["results"].append(bench(case, device, of.repeats))
+            write(record, of.json)
     return record
 
 
 def main() -> None:
     record = recorded(parse_arguments(), measure)
-    show(record, {"ms per step; launches per bucket; peak memory / gradient": results(record)})
+    show(record, {"milliseconds of a step": results(record)})
 
 
 if __name__ == "__main__":

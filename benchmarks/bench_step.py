@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from clock import Clock
+from clock import Clock, device_of, name_of
 from cluster import methods, models
-from cluster.trainees import PLAIN
-from launcher.ranks import default_group
-from report import Record, add_files, processor, provenance, recorded, show, write
+from launcher.ranks import alone
+from report import Record, add_files, provenance, recorded, show, write
 from stages.contestants import Ours
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,8 +31,6 @@ import torch_powersgd
 TURNS = 5
 WARMUPS = 3
 TOKENS = 128  # of the vocabulary, which the batches use
-
-Step = Callable[[], None]
 
 
 class StagesHook:
@@ -55,8 +52,7 @@ class StagesHook:
         devices: list[int | str | torch.device] = []
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
-            on_stream = torch.cuda.stream(self._stream)
-            devices = [self._device]
+            on_stream, devices = torch.cuda.stream(self._stream), [self._device]
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         with on_stream:
             self._buckets[shapes].run([gradient])
@@ -67,11 +63,9 @@ class StagesHook:
 StagesHook.reduce.__annotations__.clear()  # DDP compares them with types; these are strings
 
 
-def make_step(arguments: argparse.Namespace, rank: int | None, cap: int) -> Step:
+def make_step(arguments: argparse.Namespace, rank: int | None, cap: int) -> Callable[[], None]:
     """A step of the model with the stages at this matrix rank, or without stages if None."""
-    device = (
-        torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
-    )
+    device = device_of(arguments.device)
     torch.manual_seed(0)
     model = models.TASKS[arguments.model].make().to(device)
     if rank is None:
@@ -80,8 +74,7 @@ def make_step(arguments: argparse.Namespace, rank: int | None, cap: int) -> Step
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
         ddp.register_comm_hook(StagesHook(rank, device), StagesHook.reduce)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    shape = (2, arguments.batch, arguments.tokens)
-    batch = torch.randint(TOKENS, shape, device=device).unbind()
+    batch = torch.randint(TOKENS, (2, *arguments.batch), device=device).unbind()
 
     def step() -> None:
         models.loss_of(ddp, batch).backward()
@@ -92,34 +85,28 @@ def make_step(arguments: argparse.Namespace, rank: int | None, cap: int) -> Step
 
 
 def measure(arguments: argparse.Namespace) -> Record:
-    on_gpu = arguments.device == "cuda"
+    of, device = arguments, device_of(arguments.device)
+    clock = Clock(device)
+    wire = str(torch_powersgd.Options().wire_dtype)
     record: Record = {
-        **provenance(torch.cuda.get_device_name() if on_gpu else processor()),
-        "model": arguments.model,
-        "batch": [arguments.batch, arguments.tokens],
-        "wire_dtype": str(torch_powersgd.Options().wire_dtype),
+        **provenance(name_of(device)),
+        **{"model": of.model, "batch": of.batch, "wire_dtype": wire},
     }
-    backend = PLAIN[arguments.device]
-    with default_group(backend, store=dist.HashStore(), rank=0, world_size=1):
-        _measure(arguments, record)
+    with alone(device):
+        cases = [(None, 25), *((rank, cap) for cap in of.caps for rank in of.ranks)]
+        steps = {case: make_step(of, *case) for case in cases}
+        for step in steps.values():
+            clock.median(step, WARMUPS)
+        times: dict[tuple[int | None, int], list[float]] = {case: [] for case in cases}
+        for _ in range(TURNS):
+            for case, step in steps.items():
+                times[case].append(clock.median(step, of.repeats))
+            record["results"] = [
+                {"rank": rank, "bucket_cap_mb": cap, "ms": statistics.median(found)}
+                for (rank, cap), found in times.items()
+            ]
+            write(record, of.json)
     return record
-
-
-def _measure(arguments: argparse.Namespace, record: Record) -> None:
-    clock = Clock(torch.device(arguments.device))
-    cases = [(None, 25), *((rank, cap) for cap in arguments.caps for rank in arguments.ranks)]
-    steps = {case: make_step(arguments, *case) for case in cases}
-    for step in steps.values():
-        clock.median(step, WARMUPS)
-    times: dict[tuple[int | None, int], list[float]] = {case: [] for case in cases}
-    for _ in range(TURNS):
-        for case, step in steps.items():
-            times[case].append(clock.median(step, arguments.repeats))
-        record["results"] = [
-            {"rank": rank, "bucket_cap_mb": cap, "ms": statistics.median(found)}
-            for (rank, cap), found in times.items()
-        ]
-        write(record, arguments.json)
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -128,8 +115,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cuda", choices=["cpu", "cuda"], help="device (cuda)")
     texts = [name for name, task in models.TASKS.items() if isinstance(task, models.Text)]
     add("--model", default="gpt2", choices=texts, help="model to train (gpt2)")
-    add("--batch", type=int, default=8, help="sequences per step (8)")
-    add("--tokens", type=int, default=512, help="tokens per sequence (512)")
+    form = ("SEQUENCES", "TOKENS")
+    add("--batch", nargs=2, type=int, default=[8, 512], metavar=form, help="of a step (8 512)")
     add("--ranks", nargs="+", type=int, default=[4, 16], help="matrix ranks (4 16)")
     add("--caps", nargs="+", type=int, default=[25, 100], help="DDP's bucket_cap_mb (25 100)")
     add("--repeats", type=int, default=5, help="steps per turn (5)")
@@ -141,11 +128,11 @@ def main() -> None:
     record = recorded(parse_arguments(), measure)
     rows = [
         [
-            f"rank {found['rank']}" if found["rank"] else "none",
-            str(found["bucket_cap_mb"]),
-            f"{found['ms']:.2f}",
+            f"rank {of['rank']}" if of["rank"] else "none",
+            f"{of['bucket_cap_mb']}",
+            f"{of['ms']:.2f}",
         ]
-        for found in record["results"]
+        for of in record["results"]
     ]
     show(record, {"a step": (["stages", "buckets of, MB", "ms"], rows)})
 

@@ -28,7 +28,7 @@ from cluster import methods, models, timeline
 from cluster.methods import Contender
 from cluster.rank import Job
 from launcher import hosts, ranks
-from report import Record, Table, add_files, processor, provenance, recorded, show, write
+from report import Record, Table, add_files, provenance, recorded, show, write
 
 # Few exact steps, which take 0.6 s each on a GPU.
 METHODS = (
@@ -36,20 +36,21 @@ METHODS = (
     " int8-wire+start_powerSGD_iter=2+bucket_cap_mb=100:16"
 )
 MODELS = {"cpu": "gpt-1M", "cuda": "gpt2"}
-METHOD_SECONDS = 90  # the limit, with the start
+LIMIT = 90  # seconds of a method, with the start
+WARMUP_STEPS = 6
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add_files(parser, "after every method")
-    parser.add_argument("--device", default="cpu", choices=MODELS, help="device (cpu)")
-    parser.add_argument("--model", choices=models.TASKS, help=f"model ({MODELS})")
-    parser.add_argument("--methods", nargs="+", type=methods.parse, metavar="METHOD[:RANK]")
-    parser.add_argument("--ranks", type=int, default=4, help="hosts, each with one process (4)")
-    parser.add_argument("--rate", default="10gbit", help="rate of the links (10gbit)")
-    parser.add_argument("--warmup", type=int, default=6, help="steps before those shown (6)")
-    parser.add_argument("--steps", type=int, default=8, help="steps shown (8)")
-    parser.add_argument("--logs", type=Path, help="folder for the logs of the MPS daemon")
+    add = parser.add_argument
+    add("--device", default="cpu", choices=MODELS, help="device (cpu)")
+    add("--model", choices=models.TASKS, help=f"model ({MODELS})")
+    add("--methods", nargs="+", type=methods.parse, metavar="METHOD[:RANK]")
+    add("--ranks", type=int, default=4, help="hosts, each with one process (4)")
+    add("--rate", default="10gbit", help="rate of the links (10gbit)")
+    add("--steps", type=int, default=8, help="steps shown (8)")
+    add("--logs", type=Path, help="folder for the logs of the MPS daemon")
     arguments = parser.parse_args(words)
     arguments.model = arguments.model or MODELS[arguments.device]
     arguments.contenders = methods.joined(arguments.methods or [methods.named(METHODS)])
@@ -60,8 +61,8 @@ def measure(arguments: argparse.Namespace) -> Record:
     """The record of the measurements."""
     of = arguments
     record: Record = {
-        **provenance(processor()),
-        **{name: getattr(of, name) for name in ("model", "ranks", "rate", "warmup")},
+        **provenance(),
+        **{"model": of.model, "ranks": of.ranks, "rate": of.rate, "warmup": WARMUP_STEPS},
         "on": of.device,
         "failed": {},
         "methods": {},
@@ -86,16 +87,9 @@ def _watch(
     of: argparse.Namespace, cluster: hosts.Hosts, contender: Contender, variables: dict[str, str]
 ) -> tuple[str, list[Any]]:
     """The GPU's name, and the marks of each step and rank."""
-    job = Job(contender, of.model, of.device)
+    given = (Job(contender, of.model, of.device), WARMUP_STEPS, of.steps)
     of_ranks = ranks.call(
-        timeline.watch,
-        cluster,
-        job,
-        of.warmup,
-        of.steps,
-        what=contender.title,
-        seconds=METHOD_SECONDS,
-        variables=variables,
+        timeline.watch, cluster, *given, what=contender.title, seconds=LIMIT, variables=variables
     )
     steps = zip(*(marks for _, marks in of_ranks), strict=True)
     return of_ranks[0][0], [timeline.from_first_backward(step) for step in steps]
@@ -118,28 +112,23 @@ def tables(record: Record) -> dict[str, Table]:
 
 
 def _parts(by_rank: Sequence[Sequence[timeline.Part]]) -> Table:
+    def cells(values: list[float], digits: int) -> list[str]:
+        least, middle, most = (f"{v:.{digits}f}" for v in (min(values), mean(values), max(values)))
+        return [middle, f"{least} to {most}"]
+
     rows = []
     for same in zip(*by_rank, strict=True):
-        starts = [part.start for part in same]
-        takes = [part.end - part.start for part in same]
-        rows.append(
-            [
-                f"{same[0].bucket} {same[0].name}",
-                f"{mean(starts):.2f}",
-                f"{min(starts):.2f} to {max(starts):.2f}",
-                f"{mean(takes):.3f}",
-                f"{min(takes):.3f} to {max(takes):.3f}",
-            ]
-        )
+        name = f"{same[0].bucket} {same[0].name}"
+        starts, takes = [p.start for p in same], [p.end - p.start for p in same]
+        rows.append([name, *cells(starts, 2), *cells(takes, 3)])
     return ["bucket and part", "starts", "by rank", "takes", "by rank"], rows
 
 
 def _kinds(by_rank: Sequence[Sequence[timeline.Part]]) -> Table:
-    names = dict.fromkeys(part.name for part in by_rank[0])
     rows = []
-    for name in names:
+    for name in dict.fromkeys(part.name for part in by_rank[0]):
         of_ranks = [[p.end - p.start for p in parts if p.name == name] for parts in by_rank]
-        rows.append([name, f"{mean([sum(each) for each in of_ranks]):.3f}", f"{len(of_ranks[0])}"])
+        rows.append([name, f"{mean(map(sum, of_ranks)):.3f}", f"{len(of_ranks[0])}"])
     return ["part", "takes", "times"], rows
 
 

@@ -19,6 +19,20 @@ Span = tuple[float, float]
 AHEAD_CYCLES = 20_000_000
 
 
+def device_of(name: str) -> torch.device:
+    """The device "cpu" or "cuda"."""
+    return torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
+
+
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def name_of(device: torch.device) -> str:
+    """The name of a GPU. Empty for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 class Clock:
     """Times what runs on one device, in milliseconds."""
 
@@ -104,17 +118,3 @@ def covered(spans: Iterable[Span], window: Span = (0.0, math.inf)) -> float:
         length += max(0.0, min(end, window[1]) - max(start, reached))
         reached = max(reached, end)
     return length
-
-
-class PeakMemory:
-    """The peak of allocated device memory from now on, in bytes. It is 0 on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-
-    def bytes(self) -> int:
-        return torch.cuda.max_memory_allocated() - self._before if self._cuda else 0

@@ -38,36 +38,35 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def commit(checkout: Path | None = None) -> str:
+def commit() -> str:
     """The commit, from POWERSGD_COMMIT or else from git. Empty if neither knows it."""
-    if not checkout and (named := os.environ.get("POWERSGD_COMMIT")):
+    if named := os.environ.get("POWERSGD_COMMIT"):
         return named
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=checkout)
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # there is no git
         return ""
-    return result.stdout.strip()
 
 
-def provenance(device: str) -> dict[str, str]:
+def provenance(device: str = "") -> dict[str, str]:
+    """The first fields of a record. The device is the processor, unless another is named."""
     return {
         "date": date.today().isoformat(),
-        "device": device,
+        "device": device or processor(),
         "commit": commit(),
         "torch": torch.__version__,
     }
 
 
-def part_of(
-    doc: str | None, parts: Mapping[str, ModuleType], written: str, words: Sequence[str] | None
-) -> tuple[ModuleType, argparse.Namespace]:
-    """The part of a program that the command line selects, and its arguments.
+def run_part(
+    doc: str | None, parts: Mapping[str, ModuleType], words: Sequence[str] | None
+) -> tuple[ModuleType, argparse.Namespace, Record]:
+    """Measures the part of a program that the command line selects, and shows its record.
 
     Args:
         doc: the program's docstring.
         parts: modules with add_arguments(parser), measure(arguments) and tables_of(record).
-        written: when the --json file is written.
         words: the command line; None: the process's.
     """
     raw = argparse.RawDescriptionHelpFormatter
@@ -77,26 +76,20 @@ def part_of(
         about = part.__doc__ or ""
         of_part = named.add_parser(name, help=about.splitlines()[0], description=about)
         part.add_arguments(of_part)
-        add_files(of_part, written)
+        add_files(of_part, "after every run")
     arguments = parser.parse_args(words)
-    return parts[arguments.part], arguments
+    part = parts[arguments.part]
+    record = recorded(arguments, part.measure)
+    show(record, part.tables_of(record))
+    return part, arguments, record
 
 
 def add_files(parser: argparse.ArgumentParser, written: str = "at the end") -> None:
-    """Adds --json and --show, which `recorded` handles.
-
-    Args:
-        parser: the program's, or its part's.
-        written: when the --json file is written.
-    """
+    """Adds --json, which is written when `written` says, and --show. `recorded` handles them."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", type=Path, help=f"file for the results, written {written}")
-    parser.add_argument(
-        "--show",
-        type=Path,
-        metavar="JSON",
-        help="show the results in this file instead of measuring",
-    )
+    shown = "show the results in this file instead of measuring"
+    parser.add_argument("--show", type=Path, metavar="JSON", help=shown)
 
 
 def recorded(
@@ -111,24 +104,17 @@ def recorded(
     return record
 
 
-def write(record: Record, file: Path | None, digits: int = 6) -> None:
-    """Writes a record as JSON, if a file is given.
+def write(record: Record, file: Path | None) -> None:
+    """Writes a record as JSON, if a file is given, with six significant digits.
 
     Benchmarks call it after every measurement, so that an interruption loses nothing. The file is
     replaced atomically, so it is valid JSON at any time.
-
-    Args:
-        record: the record.
-        file: the file.
-        digits: significant digits of the numbers.
     """
     if file is None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.part")
-    rounded = json.loads(
-        json.dumps(record), parse_float=lambda text: float(f"{float(text):.{digits}g}")
-    )
+    rounded = json.loads(json.dumps(record), parse_float=lambda text: float(f"{float(text):.6g}"))
     part.write_text(_text(rounded, WIDTH) + "\n")
     part.replace(file)
 
@@ -195,15 +181,6 @@ def panels(rows: int, columns: int, width: float, height: float, **options: Any)
 
     size = (width, height)
     return pyplot.subplots(rows, columns, figsize=size, squeeze=False, **options)
-
-
-def log_scale(axis: Any) -> None:
-    """Makes an axis logarithmic, with readable tick labels."""
-    from matplotlib import ticker
-
-    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def save(figure: Any, path: Path, dpi: int = 150) -> None:

@@ -12,23 +12,24 @@ from cluster.methods import METHODS, find
 
 from convergence import tables
 
-# Okabe and Ito's colors, which color-blind readers can tell apart.
-STYLES: dict[str, dict[str, Any]] = {
-    "fp16": {"color": "#999999", "marker": "s"},
-    "bf16": {"color": "#999999", "marker": "D"},
-    "hook-1-bucket": {"color": "#000000", "marker": "s", "linestyle": "--"},
-    "attached": {"color": "#56b4e9", "marker": "o"},
-    "bf16-wire": {"color": "#0072b2", "marker": "o"},
-    "int8-wire": {"color": "#d55e00", "marker": "o"},
-    "int4-wire": {"color": "#e69f00", "marker": "o"},
+# Okabe and Ito's colors, which color-blind readers can tell apart; a marker, and a line.
+STYLES = {
+    "fp16": ("#999999", "s", "-"),
+    "bf16": ("#999999", "D", "-"),
+    "hook-1-bucket": ("#000000", "s", "--"),
+    "attached": ("#56b4e9", "o", "-"),
+    "bf16-wire": ("#0072b2", "o", "-"),
+    "int8-wire": ("#d55e00", "o", "-"),
+    "int4-wire": ("#e69f00", "o", "-"),
 }
 # Local steps, with any arguments. A point's label is the number of steps between two rounds.
-LOCAL_STYLES: dict[str, dict[str, Any]] = {
-    "local-sgd": {"color": "#0072b2", "marker": "^", "linestyle": "none"},
-    "diloco": {"color": "#009e73", "marker": "^", "linestyle": "none"},
-    "post-local-sgd": {"color": "#999999", "marker": "P", "linestyle": "none"},
-    "torchft": {"color": "#cc79a7", "marker": "X", "linestyle": "none"},
+LOCAL_STYLES = {
+    "local-sgd": ("#0072b2", "^", "none"),
+    "diloco": ("#009e73", "^", "none"),
+    "post-local-sgd": ("#999999", "P", "none"),
+    "torchft": ("#cc79a7", "X", "none"),
 }
+ALL_STYLES = {**STYLES, **LOCAL_STYLES}
 COLUMNS = 3
 AS_GOOD = 0.01  # a mean loss up to this far above plain's counts as equal to plain's
 LINEAR = 0.02  # the vertical axis is linear this far on both sides of plain's loss
@@ -57,10 +58,10 @@ def draw_losses(record: report.Record, path: Path) -> None:
         row[0].set_ylabel("loss above plain's of the same seed")
     for axes in panels[-1]:
         axes.set_xlabel("times fewer bytes than plain")
-    order = [METHODS[name].title for name in (*STYLES, *LOCAL_STYLES)]
+    order = [METHODS[name].title for name in ALL_STYLES]
     shown = sorted(labels, key=order.index)
-    where: dict[str, Any] = {"loc": "upper center", "ncols": min(4, 2 * columns)}
-    figure.legend([labels[each] for each in shown], shown, frameon=False, fontsize=8, **where)
+    legend = {"loc": "upper center", "ncols": min(4, 2 * columns), "frameon": False, "fontsize": 8}
+    figure.legend([labels[each] for each in shown], shown, **legend)
     for axes in figure.axes:
         axes.grid(alpha=0.2)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.55 / height))  # below the legend
@@ -74,7 +75,7 @@ def _lines(methods: tables.Methods) -> dict[str, list[Point]]:
         contender = tables.contender(name)
         base = contender.method.partition("+")[0]
         drawn = base if base in LOCAL_STYLES else contender.method
-        if drawn in (*STYLES, *LOCAL_STYLES):
+        if drawn in ALL_STYLES:
             told = str((contender.every if base in LOCAL_STYLES else contender.rank) or "")
             point = (tables.times_fewer(methods, name), tables.beyond_plain(methods, name), told)
             lines.setdefault(drawn, []).append(point)
@@ -86,33 +87,30 @@ def _draw_task(axes: Any, methods: tables.Methods) -> None:
     axes.axhspan(-AS_GOOD, AS_GOOD, color="#009e73", alpha=0.12, linewidth=0)
     axes.axhline(0, color="black", linewidth=0.6)
     for name, points in lines.items():
-        style = {**STYLES, **LOCAL_STYLES}[name]
-        ratios = [ratio for ratio, _, _ in points]
-        means = [statistics.mean(beyond) for _, beyond, _ in points]
-        bars = [
-            [mean - min(beyond) for mean, (_, beyond, _) in zip(means, points, strict=True)],
-            [max(beyond) - mean for mean, (_, beyond, _) in zip(means, points, strict=True)],
+        color, marker, linestyle = ALL_STYLES[name]
+        ratios, losses, told = zip(*points, strict=True)
+        means = [statistics.mean(each) for each in losses]
+        spans = [
+            (mean - min(each), max(each) - mean) for mean, each in zip(means, losses, strict=True)
         ]
-        axes.errorbar(
-            ratios,
-            means,
-            yerr=bars,
-            label=find(name).title,
-            linewidth=1.4,
-            elinewidth=0.7,
-            markersize=3.5,
-            **style,
-        )
-        for ratio, mean, (_, _, told) in zip(ratios, means, points, strict=True):
-            at = {"xytext": (3, 3), "textcoords": "offset points", "color": style["color"]}
-            axes.annotate(told, (ratio, mean), fontsize=6, **at)
+        line = {"color": color, "marker": marker, "linestyle": linestyle, "linewidth": 1.4}
+        sizes = {"elinewidth": 0.7, "markersize": 3.5}
+        bars = [*zip(*spans, strict=True)]
+        axes.errorbar(ratios, means, yerr=bars, label=find(name).title, **line, **sizes)
+        beside = {"xytext": (3, 3), "textcoords": "offset points", "color": color, "fontsize": 6}
+        for ratio, mean, label in zip(ratios, means, told, strict=True):
+            axes.annotate(label, (ratio, mean), **beside)
     _scales(axes, [beyond for line in lines.values() for _, beyond, _ in line])
 
 
 def _scales(axes: Any, losses: list[list[float]]) -> None:
     """Makes the axes logarithmic, the vertical one on both sides of plain's loss."""
+    from matplotlib import ticker
+
     axes.set_xscale("log")
-    report.log_scale(axes.xaxis)
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.tick_params(labelbottom=True)  # shared axes only label the last row
     axes.set_yscale("symlog", linthresh=LINEAR)
     axes.set_yticks([-0.1, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1], minor=False)

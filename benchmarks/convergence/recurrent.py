@@ -8,7 +8,9 @@ import argparse
 from char_gpt import VOCABULARY
 from torch import Tensor, nn
 from torch.nn import functional as F
-from train_lm import LanguageTrainer
+from train_lm import LanguageTrainer, options
+
+__all__ = ["RecurrentTrainer", "options"]
 
 
 class CharLSTM(nn.Module):

@@ -18,16 +18,13 @@ from cluster.methods import Contender
 from cluster.rank import group
 from cluster.trainees import EXACT_STEPS
 from launcher import ranks
-from report import Record, Table, in_turn, processor, provenance, write
+from report import Record, Table, in_turn, provenance
 from scipy.stats import spearmanr
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from convergence import tables
 from convergence.losses import LIMIT_SECONDS
-from convergence.matrix import MODELS
-from convergence.tasks import TASKS, Task
+from convergence.tasks import MODELS, Task
 from torch_powersgd.shadow_mode import STEPS
 
 RANKS = (1, 2, 4, 8, 16, 32)
@@ -40,13 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=STEPS, help=f"steps of shadow mode ({STEPS})")
     add("--seeds", type=int, default=3, metavar="N", help="number of seeds, 0 to N - 1 (3)")
-    add(
-        "--losses",
-        type=Path,
-        default=LOSSES,
-        help="record of the part losses (results/convergence.json)",
-    )
-    add("--quick", action="store_true", help="one seed, tiny models and two steps")
+    add("--quick", action="store_true", help="tiny models")
 
 
 def tables_of(record: Record) -> dict[str, Table]:
@@ -56,16 +47,14 @@ def tables_of(record: Record) -> dict[str, Table]:
 
 
 def measure(arguments: argparse.Namespace) -> Record:
-    if arguments.quick:
-        arguments.seeds, arguments.steps = 1, 2
-    losses = json.loads(arguments.losses.read_text())
-    record: Record = {**provenance(processor()), "steps": arguments.steps, "runs": []}
+    losses = json.loads(LOSSES.read_text())
+    record: Record = {**provenance(), "steps": arguments.steps, "runs": []}
     runs = {(task, rank): list[float]() for task in MODELS for rank in RANKS}
     todo = [(task, seed) for task in MODELS for seed in range(arguments.seeds)]
     for name, seed in in_turn(todo, lambda run: f"{run[0]}, seed {run[1]}"):
-        task = TASKS[name].with_arguments(TASKS[name].quick if arguments.quick else "")
-        of_run = (seed, task, arguments.steps)
-        found = ranks.call(errors, 2, *of_run, what=name, seconds=LIMIT_SECONDS)[0]
+        task = MODELS[name].in_short() if arguments.quick else MODELS[name]
+        given = (seed, task, arguments.steps)
+        found = ranks.call(errors, 2, *given, what=name, seconds=LIMIT_SECONDS)[0]
         for rank, error in zip(RANKS, found, strict=True):
             runs[name, rank].append(error)
     for (name, rank), found in runs.items():
@@ -75,28 +64,19 @@ def measure(arguments: argparse.Namespace) -> Record:
     error = [statistics.mean(run["errors"]) for run in record["runs"]]
     loss = [run["loss_above_plain"] for run in record["runs"]]
     record["spearman"] = round(float(spearmanr(error, loss).statistic), 3)
-    write(record, arguments.json)
     return record
 
 
 def errors(rank: ranks.Rank, seed: int, task: Task, steps: int) -> list[float]:
     """Trains on this rank. Returns the error at each matrix rank."""
     with group(rank, PLAIN, "cpu", seed):
-        modules: list[DistributedDataParallel] = []
-
-        def wrap(model: nn.Module) -> DistributedDataParallel:
-            module = PLAIN.make(model, seed).module
-            assert isinstance(module, DistributedDataParallel)
-            modules.append(module)
-            return module
-
-        trainer = task.trainer(seed, wrap)
+        trainer, _ = task.start(PLAIN, seed)
 
         def train(number: int) -> None:
             for _ in range(number):
                 trainer.mean(trainer.train_step())
 
         train(EXACT_STEPS)
-        shadow = tp.shadow(modules[0], RANKS, steps, {"wire_dtype": None})
+        shadow = tp.shadow(trainer.ddp, RANKS, steps, {"wire_dtype": None})
         train(steps)
         return [round(shadow.error(compared), 5) for compared in RANKS]

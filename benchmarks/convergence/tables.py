@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from cluster.methods import METHODS, Contender, named, parse
 from report import Record, Table
 
-from convergence.matrix import STAGES
+from convergence.tasks import STAGES
 
 Methods = Mapping[str, Record]  # the bytes and the losses of a task, by the name of the contender
 
@@ -75,7 +75,7 @@ def _losses(record: Record, names: Iterable[str], tasks: Sequence[str]) -> Table
     rows = [["plain's loss", *(_spread(methods["plain"]["losses"]) for methods in of_tasks)]]
     for name in names:
         if name != "plain" and all(name in methods for methods in of_tasks):
-            cells = (f"{_loss(methods, name)}, {_fewer(methods, name)}" for methods in of_tasks)
+            cells = (f"{_loss(of, name)}, {times_fewer(of, name):.0f} x" for of in of_tasks)
             rows.append([contender(name).title, *cells])
     return ["", *tasks], rows
 
@@ -94,39 +94,24 @@ def shadow(record: Record, *tasks: str) -> Table:
 
 def unlike_data(record: Record) -> Table:
     """The residual over the gradient, and the distance from the optimum at the end."""
-    headings = ["", "gradients", "largest residual / gradient"]
-    headings.append("distance from the optimum, last 100 steps")
+    distance = "distance from the optimum, last 100 steps"
     rows = []
     for run in record["runs"]:
-        figures = [run[name] for name in ("largest_ratio", "last_distance")]
-        cells = ["" if value is None else _three_digits(value) for value in figures]
+        figures = (run["largest_ratio"], run["last_distance"])
+        cells = ["" if value is None else f"{float(f'{value:.3g}'):g}" for value in figures]
         rows.append([METHODS[run["method"]].title, run["dtype"], *cells])
-    return headings, rows
+    return ["", "gradients", "largest residual / gradient", distance], rows
 
 
 def _loss(methods: Methods, name: str) -> str:
     """The loss above plain's, with the number of seeds if plain has more. May be empty."""
-    beyond = beyond_plain(methods, name)
-    return _spread(beyond, "+") + _seeds(beyond, methods) if beyond else ""
-
-
-def _seeds(beyond: Sequence[float], methods: Methods) -> str:
-    """The number of seeds if plain has more, else an empty string."""
-    if len(beyond) == len(methods["plain"]["losses"]):
+    if not (beyond := beyond_plain(methods, name)):
         return ""
-    return f", {len(beyond)} seeds" if len(beyond) > 1 else ", 1 seed"
+    seeds = f", {len(beyond)} seed{'s' if len(beyond) > 1 else ''}"
+    return _spread(beyond, "+") + seeds * (len(beyond) < len(methods["plain"]["losses"]))
 
 
 def _spread(values: Sequence[float], sign: str = "") -> str:
-    mean, low, high = (
-        f"{x:{sign}.3f}" for x in (statistics.mean(values), min(values), max(values))
-    )
+    figures = (statistics.mean(values), min(values), max(values))
+    mean, low, high = (f"{figure:{sign}.3f}" for figure in figures)
     return f"{mean} ({low}..{high})"
-
-
-def _fewer(methods: Methods, name: str) -> str:
-    return f"{times_fewer(methods, name):.0f} x"
-
-
-def _three_digits(value: float) -> str:
-    return f"{float(f'{value:.3g}'):g}"

@@ -1,62 +1,51 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tasks of bench_convergence.py: four models, two optimizers, two batch sizes.
+"""The runs of bench_convergence.py: its tasks, and the stages that train them.
 
-The learning rate of each task is the best of three for a plain all-reduce.
+To add an optimizer, a task or a stage, add an entry to OPTIMIZERS, TASKS or STAGES. The methods
+are those of cluster/methods.py. The learning rate of a task is the best of three for a plain
+all-reduce.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterable
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from cluster.methods import Contender, named
+from cluster.trainees import Trainee
 from torch import nn
 
-Example = tuple[argparse.ArgumentParser, Callable[..., Any]]
-
-
-def _language() -> Example:
-    import train_lm
-
-    return train_lm.options(), train_lm.LanguageTrainer
-
-
-def _recurrent() -> Example:
-    import train_lm
-
-    from convergence import recurrent
-
-    return train_lm.options(), recurrent.RecurrentTrainer
-
-
-def _digits() -> Example:
-    import train_digits
-
-    return train_digits.options(), train_digits.DigitTrainer
-
-
-def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-
-def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, momentum=0.9, nesterov=True, weight_decay=1e-4)
-
-
+ADAMW, SGD = "AdamW", "SGD with momentum"
 # As in the examples. The trainer sets the learning rate.
-OPTIMIZERS = {"AdamW": _adamw, "SGD with momentum": _sgd}
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    ADAMW: functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
+    SGD: functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=1e-4),
+}
 
 
 @dataclass(frozen=True)
 class Task:
+    """What is trained.
+
+    Attributes:
+        model: what the title says of the model.
+        trainer: MODULE.CLASS, where the module has options().
+        optimizer: one of OPTIMIZERS.
+        arguments: the trainer's.
+        quick: additional arguments with --quick.
+        note: the end of the title.
+    """
+
     model: str
-    example: Callable[[], Example]
+    trainer: str
     optimizer: str
-    arguments: str  # of the example
-    quick: str  # additional arguments with --quick
-    note: str = ""  # the end of the title
+    arguments: str
+    quick: str
+    note: str = ""
 
     @property
     def about(self) -> dict[str, str]:
@@ -64,66 +53,135 @@ class Task:
         title = f"{self.model}, {self.optimizer}{self.note}"
         return {"title": title, "arguments": self.arguments}
 
-    def with_arguments(self, more: str) -> Task:
-        return replace(self, arguments=f"{self.arguments} {more}")
+    def but(self, arguments: str, **others: str) -> Task:
+        """The same task with additional arguments, and with other fields."""
+        return replace(self, arguments=f"{self.arguments} {arguments}", **others)
 
-    def with_optimizer(self, optimizer: str, more: str) -> Task:
-        return replace(self.with_arguments(more), optimizer=optimizer)
+    def in_short(self) -> Task:
+        return self.but(self.quick)
 
-    def with_large_batch(self, more: str) -> Task:
-        return replace(self.with_arguments(more), note=", 4 times the batch")
+    def start(self, contender: Contender, seed: int) -> tuple[Any, Trainee]:
+        """This process's trainer, and what the method made of its model."""
+        made: list[Trainee] = []
 
-    def with_steps(self, steps: int) -> Task:
-        return replace(self.with_arguments(f"--steps {steps}"), note=f", {steps} steps")
+        def wrap(model: nn.Module) -> nn.Module:
+            made.append(contender.make(model, seed))
+            return made[0].module
 
-    def trainer(self, seed: int, wrap: Callable[[nn.Module], nn.Module]) -> Any:
-        parser, trainer_of = self.example()
-        trainer = trainer_of(
-            parser.parse_args([*self.arguments.split(), "--seed", str(seed)]), wrap
-        )
-        trainer.optimizer = OPTIMIZERS[self.optimizer](trainer.model.parameters())
-        return trainer
+        module, _, name = self.trainer.rpartition(".")
+        example = importlib.import_module(module)
+        words = [*self.arguments.split(), "--seed", str(seed)]
+        trainer = getattr(example, name)(example.options().parse_args(words), wrap)
+        optimizer = OPTIMIZERS[self.optimizer](trainer.model.parameters())
+        trainer.optimizer = made[0].optimized_by(optimizer)
+        return trainer, made[0]
 
 
 LANGUAGE = Task(
     "character GPT on the standard library",
-    _language,
-    "AdamW",
+    "train_lm.LanguageTrainer",
+    ADAMW,
     "--layers 3 --width 192 --heads 6 --batch 2 --steps 300 --lr 1e-3",
     "--layers 1 --width 64 --heads 2 --context 64 --steps 12 --characters 100000"
     " --validation-batches 4",
 )
-DEMO_LANGUAGE = replace(
-    LANGUAGE,
-    model="the demo's character GPT on the standard library",
-    arguments="--layers 3 --width 512 --heads 8 --batch 2 --steps 300 --lr 2.5e-4",
-)
 DIGITS = Task(
     "convolutional net on scikit-learn's digits",
-    _digits,
-    "SGD with momentum",
+    "train_digits.DigitTrainer",
+    SGD,
     "--batch 32 --steps 300 --lr 0.05",
     "--channels 16 --width 64 --steps 12 --warmup 3",
 )
 LSTM = Task(
     "character LSTM on the standard library",
-    _recurrent,
-    "AdamW",
+    "convergence.recurrent.RecurrentTrainer",
+    ADAMW,
     "--layers 1 --width 256 --context 64 --batch 8 --steps 300 --lr 2e-2",
     "--width 64 --context 16 --steps 12 --characters 100000 --validation-batches 4",
 )
-# The four models, and variants of the three small ones: the other optimizer, a global batch four
-# times as large, and longer training.
-TASKS = {
-    "language": LANGUAGE,
-    "digits": DIGITS,
-    "lstm": LSTM,
-    "demo-language": DEMO_LANGUAGE,
-    "language-sgd": LANGUAGE.with_optimizer("SGD with momentum", "--lr 0.1"),
-    "digits-adamw": DIGITS.with_optimizer("AdamW", "--lr 2e-3"),
-    "lstm-sgd": LSTM.with_optimizer("SGD with momentum", "--lr 3"),
-    "language-4x": LANGUAGE.with_large_batch("--batch 8"),
-    "digits-4x": DIGITS.with_large_batch("--batch 128"),
-    "lstm-4x": LSTM.with_large_batch("--batch 32"),
-    "language-long": LANGUAGE.with_steps(2000),
+MODELS = {"language": LANGUAGE, "digits": DIGITS, "lstm": LSTM}
+_4X = ", 4 times the batch"  # of all processes
+VARIANTS = {
+    "language-sgd": LANGUAGE.but("--lr 0.1", optimizer=SGD),
+    "digits-adamw": DIGITS.but("--lr 2e-3", optimizer=ADAMW),
+    "lstm-sgd": LSTM.but("--lr 3", optimizer=SGD),
+    "language-4x": LANGUAGE.but("--batch 8", note=_4X),
+    "digits-4x": DIGITS.but("--batch 128", note=_4X),
+    "lstm-4x": LSTM.but("--batch 32", note=_4X),
 }
+TASKS = {
+    **MODELS,
+    "demo-language": replace(
+        LANGUAGE,
+        model="the demo's character GPT on the standard library",
+        arguments="--layers 3 --width 512 --heads 8 --batch 2 --steps 300 --lr 2.5e-4",
+    ),
+    **VARIANTS,
+    "language-long": LANGUAGE.but("--steps 2000", note=", 2000 steps"),
+}
+
+
+class Stage(NamedTuple):
+    """Tasks, and methods that train each of them."""
+
+    tasks: Sequence[str]
+    methods: str
+
+    @property
+    def contenders(self) -> list[Contender]:
+        return named(self.methods)
+
+
+# The most informative first, in case time runs out.
+STAGES = {
+    "front": Stage(
+        [*MODELS],
+        "plain hook-1-bucket:1,4,16 attached:4 bf16-wire:16 int8-wire:4,8,10,16,32 "
+        "int4-wire:8,16,32",
+    ),
+    "curve": Stage(
+        [*MODELS],
+        "fp16 bf16 hook-1-bucket:1,2,4,8,16,32 attached:1,2,4,8,16,32 bf16-wire:1,2,4,8,16,32 "
+        "int8-wire:1,2,4,8,16,32 int4-wire:1,2,4,8,16,32",
+    ),
+    "large": Stage(["demo-language"], "plain hook-1-bucket:4 int8-wire:16,27"),
+    "variants": Stage(
+        [*VARIANTS], "plain hook-1-bucket:4,16 bf16-wire:16 int8-wire:8,16,32 int4-wire:16,32"
+    ),
+    # Local steps, each stage with its own record.
+    "local": Stage(
+        [*MODELS],
+        "plain int8-wire:1,16 local-sgd:16 local-sgd+fragments=5:16 diloco:16 "
+        "diloco+fragment_sync_delay=5:16 diloco+wire_dtype=int4:32 diloco+sync_every=30:16,32 "
+        "diloco+sync_every=100:32 post-local-sgd:10 torchft+lr=0.8+momentum=0.3:10 torchft:30 "
+        "torchft+lr=0.8+momentum=0.3+matrix_approximation_rank=32+wire_dtype=int4:10",
+    ),
+    "local-long": Stage(
+        ["language-long"],
+        "plain int8-wire:16 diloco+wire_dtype=int4:32 diloco+sync_every=30:32 "
+        "diloco+sync_every=100:32 torchft+lr=0.8+momentum=0.3:10",
+    ),
+}
+USUAL = ("front", "curve", "large", "variants")  # those of convergence.json
+
+
+class Run(NamedTuple):
+    task: str
+    seed: int
+    contender: Contender
+
+    @property
+    def title(self) -> str:
+        return f"{self.task}, seed {self.seed}, {self.contender.title}"
+
+
+def runs(stages: Iterable[Stage], seeds: int) -> list[Run]:
+    """The runs of these stages in order, without duplicates: all with one seed, then the next."""
+    found = (
+        Run(task, seed, contender)
+        for stage in stages
+        for seed in range(seeds)
+        for task in stage.tasks
+        for contender in stage.contenders
+    )
+    return list(dict.fromkeys(found))

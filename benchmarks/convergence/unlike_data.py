@@ -17,7 +17,7 @@ from cluster.methods import Contender
 from cluster.rank import group
 from cluster.trainees import EXACT_STEPS, Trainee
 from launcher import ranks
-from report import Record, Table, in_turn, processor, provenance, write
+from report import Record, Table, in_turn, provenance
 from torch import Tensor, nn
 
 from convergence import tables
@@ -34,10 +34,8 @@ LAST = 10  # samples whose mean is the distance at the end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--steps", type=int, default=2000, help="number of steps (2000)")
-    add("--rank", type=int, default=2, help="matrix rank (2)")
-    add("--quick", action="store_true", help="take 200 steps")
+    parser.add_argument("--steps", type=int, default=2000, help="number of steps (2000)")
+    parser.add_argument("--rank", type=int, default=2, help="matrix rank (2)")
 
 
 def tables_of(record: Record) -> dict[str, Table]:
@@ -46,9 +44,9 @@ def tables_of(record: Record) -> dict[str, Table]:
 
 
 def measure(arguments: argparse.Namespace) -> Record:
-    steps = 200 if arguments.quick else arguments.steps
+    steps = arguments.steps
     record: Record = {
-        **provenance(processor()),
+        **provenance(),
         "shape": SHAPE,
         "rank": arguments.rank,
         "steps": steps,
@@ -57,10 +55,9 @@ def measure(arguments: argparse.Namespace) -> Record:
     }
     todo = [(method, dtype) for dtype in DTYPES for method in CONTENDERS]
     for method, dtype in in_turn(todo, ", ".join):
-        of_run = (Contender(method, arguments.rank), dtype, steps)
-        figures = ranks.call(descend, 2, *of_run, what=method, seconds=LIMIT_SECONDS)[0]
+        given = (Contender(method, arguments.rank), dtype, steps)
+        figures = ranks.call(descend, 2, *given, what=method, seconds=LIMIT_SECONDS)[0]
         record["runs"].append({"method": method, "dtype": dtype, **figures})
-    write(record, arguments.json)
     return record
 
 

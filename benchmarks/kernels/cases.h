@@ -74,7 +74,7 @@ inline const std::vector<Kind> kKinds = {
 
 inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// The bytes that a step must read and write, as in benchmarks/stages/floor.py. project reads G
+// The bytes that a step must read and write, as in bench_stages.py. project reads G
 // and memory and writes memory, back_project reads memory, reconstruct writes G.
 inline int64_t floor_bytes(int64_t numel, const Kind& kind) {
   return numel * (2 * bytes_of(kind.gradient) + 3 * bytes_of(kind.residual));

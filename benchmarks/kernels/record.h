@@ -29,15 +29,6 @@ inline void print(const Row& row) {
   std::fflush(stdout);
 }
 
-inline std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') out += '\\';
-    out += c;
-  }
-  return out + '"';
-}
-
 // A file is replaced atomically, so it is valid JSON at any time, even after a crash.
 inline void write(const std::string& path, double copy, const std::vector<Row>& rows) {
   cudaDeviceProp device{};
@@ -49,23 +40,23 @@ inline void write(const std::string& path, double copy, const std::vector<Row>& 
   std::FILE* const file = std::fopen(part.c_str(), "w");
   if (!file) fail("cannot write " + part);
   std::fprintf(file,
-               "{\n \"device\": %s,\n \"capability\": \"%d.%d\",\n \"multiprocessors\": %d,\n"
+               "{\n \"device\": \"%s\",\n \"capability\": \"%d.%d\",\n \"multiprocessors\": %d,\n"
                " \"cuda_runtime\": %d,\n \"cuda_driver\": %d,\n"
                " \"copy_tbyte_per_s\": %.4f,\n \"results\": [",
-               quoted(device.name).c_str(), device.major, device.minor, device.multiProcessorCount,
-               runtime, driver, copy / 1e9);
+               device.name, device.major, device.minor, device.multiProcessorCount, runtime, driver,
+               copy / 1e9);
   for (size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows[i];
     const Case& of = row.measured;
     std::fprintf(file,
-                 "%s\n  {\"model\": %s, \"rank\": %ld, \"kind\": %s, \"products\": %s,"
+                 "%s\n  {\"model\": \"%s\", \"rank\": %ld, \"kind\": \"%s\", \"products\": \"%s\","
                  " \"project_us\": %.2f, \"orthogonalize_us\": %.2f, \"back_project_us\": %.2f,"
                  " \"reconstruct_us\": %.2f, \"step_us\": %.2f, \"floor_us\": %.2f,"
                  " \"ratio\": %.4f, \"launches\": %.2f, \"skipped\": %d}",
-                 i ? "," : "", quoted(of.layout->name).c_str(), static_cast<long>(of.rank),
-                 quoted(of.kind->name).c_str(), quoted(of.products->name).c_str(),
-                 row.stage[0] * 1e3, row.stage[1] * 1e3, row.stage[2] * 1e3, row.stage[3] * 1e3,
-                 row.step * 1e3, row.floor * 1e3, row.step / row.floor, row.launches, row.skipped);
+                 i ? "," : "", of.layout->name.c_str(), static_cast<long>(of.rank),
+                 of.kind->name.c_str(), of.products->name.c_str(), row.stage[0] * 1e3,
+                 row.stage[1] * 1e3, row.stage[2] * 1e3, row.stage[3] * 1e3, row.step * 1e3,
+                 row.floor * 1e3, row.step / row.floor, row.launches, row.skipped);
   }
   std::fprintf(file, "\n ]\n}\n");
   if (std::fclose(file) != 0 || std::rename(part.c_str(), path.c_str()) != 0)

@@ -65,6 +65,12 @@ def default_group(backend: str, **arguments: Any) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def alone(device: torch.device) -> AbstractContextManager[None]:
+    """A context with a default group of this process alone."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return default_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 @dataclass(frozen=True)
 class Rank:
     """What a process is given when it starts.
@@ -167,21 +173,23 @@ class Ranks:
     def complaints(self) -> str:
         """The errors of the failed processes, without duplicates."""
         self.wait(_GRACE_SECONDS)
-        said = {}
-        for number, process in enumerate(self.processes):
-            if process.exitcode:
-                log = (self.folder / f"log{number}").read_text(errors="replace")
-                lines = [line.strip() for line in log.splitlines() if line.strip()]
-                lines = [line for line in lines if _ERROR.search(line)] or lines
-                said[
-                    lines[-1] if lines else f"a process ended with {process.exitcode}, silently"
-                ] = 0
-        return "; ".join(said)
+        said = []
+        for number, code in self._failures():
+            lines = [line.strip() for line in self._log(number).splitlines() if line.strip()]
+            lines = [line for line in lines if _ERROR.search(line)] or lines
+            said.append(lines[-1] if lines else f"a process ended with {code}, silently")
+        return "; ".join(dict.fromkeys(said))
 
     def log_of_failed(self) -> str:
         """The last output of the first failed process."""
-        number = next(i for i, process in enumerate(self.processes) if process.exitcode)
-        return (self.folder / f"log{number}").read_text(errors="replace")[-3000:]
+        return self._log(self._failures()[0][0])[-3000:]
+
+    def _failures(self) -> list[tuple[int, int]]:
+        """The numbers and the exit codes of failed processes."""
+        return [(i, each.exitcode) for i, each in enumerate(self.processes) if each.exitcode]
+
+    def _log(self, number: int) -> str:
+        return (self.folder / f"log{number}").read_text(errors="replace")
 
     def keep_logs(self, folder: Path | None, name: str) -> None:
         """Copies the processes' output to the folder, if there is one."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from launcher import hosts
 from launcher.ranks import Ranks
-from report import Record, Table, in_turn, processor, provenance, write
+from report import Record, Table, in_turn, provenance, write
 
 from reliability.cases import AIMED, CASES, FAULT_STEP, Case
 from reliability.training import train
@@ -184,9 +184,8 @@ class Trial:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     of_words = "run the faults whose names contain any of these words (all)"
-    add("--only", nargs="+", default=[""], metavar="WORDS", help=of_words)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help=of_words)
 
 
 def measure(arguments: argparse.Namespace) -> Record:
@@ -194,7 +193,7 @@ def measure(arguments: argparse.Namespace) -> Record:
         sys.exit(f"faults cannot run here; missing: {', '.join(lacks)}")
     hosts.sweep()
     about = {"cores": os.cpu_count(), "timeout": TIMEOUT, "rate": RATE}
-    record: Record = {**provenance(processor()), **about, "trials": []}
+    record: Record = {**provenance(), **about, "trials": []}
     cases = [case for case in CASES if any(words in case.name for words in arguments.only)]
     todo = [(case, method) for case in cases for method in METHODS]
     references: dict[tuple[Case, str], list[str]] = {}

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from bits import digest
 from launcher.ranks import Rank, Ranks, call
-from report import Record, Table, in_turn, processor, provenance
+from report import Record, Table, in_turn, provenance
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import torch_powersgd as tp
+from reliability.training import digest
 
 WORLD = 2
 SAVE_EVERY = 10
@@ -158,7 +158,7 @@ def measure(arguments: argparse.Namespace) -> Record:
         kills = plan(arguments.kills, arguments.seed)
         killed, found = run(Path(folder, "killed"), arguments.steps, kills)
     about = {"seed": arguments.seed, "steps": arguments.steps, "kills": found}
-    return {**provenance(processor()), **about, "undisturbed": undisturbed, "killed": killed}
+    return {**provenance(), **about, "undisturbed": undisturbed, "killed": killed}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

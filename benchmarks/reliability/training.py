@@ -8,17 +8,18 @@ processes of even rank destroy their group, and those of odd rank just exit.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bits import digest
 from launcher import hosts
 from launcher.ranks import Rank
 from torch import nn
@@ -30,6 +31,14 @@ from reliability.cases import AIMED, EXACT, EXACT_STEPS, FAULT_STEP, IN_STATE_DI
 PORT = 29500  # of rank 0's host, which is its own
 LAYERS, WIDTH = 4, 256
 PAUSE = 0.01  # seconds between two steps
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Returns a hash of the bits of all tensors, which must be on the CPU."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def train(rank: Rank, case: Case, method: str, timeout: float) -> None:

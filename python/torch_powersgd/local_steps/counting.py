@@ -26,13 +26,15 @@ class StepCounter:
     def __init__(self, optimizers: Sequence[Optimizer], count: Callable[[], None]) -> None:
         self.optimizers = optimizers
         self._count = count
-        self._done: set[int] = set()  # the optimizers that have taken or skipped the next step
+        self._done: set[Optimizer] = (
+            set()
+        )  # the optimizers that have taken or skipped the next step
         self._heard = False  # whether an optimizer took a step in the scaler's step
         self._removals = [_call_after_steps(one, self._after_step) for one in optimizers]
 
     def skip(self, optimizer: Optimizer | None = None) -> None:
         """Counts a step that an optimizer did not take. None: all that have not taken it yet."""
-        self._done.update(id(one) for one in self.optimizers if optimizer in (None, one))
+        self._done.update(one for one in self.optimizers if optimizer in (None, one))
         if len(self._done) == len(self.optimizers):
             self._done.clear()
             self._count()
@@ -53,7 +55,7 @@ class StepCounter:
         return bool(self._done)
 
     def has(self, optimizer: Optimizer) -> bool:
-        return any(one is optimizer for one in self.optimizers)
+        return optimizer in self.optimizers
 
     def end(self) -> None:
         """Stops counting."""

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch_powersgd import log
 from torch_powersgd.agreement import agree, equality_of
 from torch_powersgd.checkpoint import PerRank
-from torch_powersgd.local_steps import checks, counting, state, summary
-from torch_powersgd.local_steps.checks import Arguments
+from torch_powersgd.local_steps import admission, counting, state, summary
+from torch_powersgd.local_steps.admission import Arguments
 from torch_powersgd.local_steps.exact import Frozen
 from torch_powersgd.local_steps.fragment import Fragment, Tensors, reshard
 from torch_powersgd.local_steps.rounds import Rounds
@@ -111,7 +111,7 @@ class LocalSGD(Stateful):
             self._check_trained,
         )
         kind = type(self).__name__
-        found = checks.agree(kind, arguments)
+        found = admission.agree(kind, arguments)
         self.group, self._model = found.group, found.model
         shared = [*found.shared.values()]
         dist._broadcast_coalesced(self.group, shared, _BROADCAST_BYTES, 0)

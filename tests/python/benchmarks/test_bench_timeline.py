@@ -67,7 +67,9 @@ def test_phases_of_a_step_add_up() -> None:
 
 
 def test_spans_that_overlap_count_once() -> None:
-    assert covered([(0, 4), (2, 3), (3, 6), (8, 20)], (1, 10)) == 7
+    assert covered([(8, 20), (0, 4), (2, 3), (3, 6)], (1, 10)) == 7
+    assert covered([(5.0, 7.0), (1.0, 3.0), (2.0, 4.0), (2.5, 3.5)]) == 5
+    assert covered([]) == 0
 
 
 def test_the_default_buckets_are_those_recommended_for_gpus() -> None:

@@ -14,7 +14,6 @@ import bench_step
 import pytest
 import torch
 import torch.distributed as dist
-from clock import covered
 from stages.tables import stages_on_gpu
 
 
@@ -28,7 +27,7 @@ def _run(program: Any, words: str, file: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_step_is_timed_with_the_stages_and_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "--device cpu --model gpt-1M --batch 1 --tokens 4 --ranks 2 --caps 25 --repeats 1"
+    words = "--device cpu --model gpt-1M --batch 1 4 --ranks 2 --caps 25 --repeats 1"
     monkeypatch.setattr(bench_step, "TURNS", 2)
     monkeypatch.setattr(bench_step, "WARMUPS", 1)
     record = _run(bench_step, words, tmp_path / "step.json", monkeypatch)
@@ -43,10 +42,10 @@ def test_the_rows_of_a_run_that_is_cut_off_are_there(
 ) -> None:
     whole = bench_stages.bench
 
-    def bench(case: bench_stages.Case, repeats: int) -> dict[str, Any]:
-        if case.options.matrix_approximation_rank == 4:
+    def bench(case: bench_stages.Case, *arguments: Any) -> dict[str, Any]:
+        if case.rank == 4:
             raise KeyboardInterrupt
-        return whole(case, repeats)
+        return whole(case, *arguments)
 
     monkeypatch.setattr(bench_stages, "bench", bench)
     file = tmp_path / "stages.json"
@@ -54,7 +53,6 @@ def test_the_rows_of_a_run_that_is_cut_off_are_there(
         _run(bench_stages, "--models demo --ranks 2 4 --repeats 1", file, monkeypatch)
     dist.destroy_process_group()
     (result,) = json.loads(file.read_text())["results"]
-    assert result["ours"]["launches"] == 0  # there is no GPU
     moved = result["floor_ms"] * result["copy_gbyte_per_s"] * 1e6
     assert moved == pytest.approx(5 * 4 * result["elements"], rel=1e-5)
     monkeypatch.setattr(sys, "argv", ["bench", "--show", str(file)])
@@ -68,29 +66,22 @@ def test_the_rows_of_a_run_that_is_cut_off_are_there(
 def test_on_a_gpu_the_hook_is_compared_by_the_time_of_the_host_and_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_stages.Case, "on_gpu", True)
+    monkeypatch.setattr(bench_stages, "is_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     busy = iter([0.5, 6.0, 0.0, 6.0])  # the second time, the profiler does not see our kernels
     monkeypatch.setattr(bench_stages, "gpu_ms", lambda *_: next(busy))
     words = "--models demo --ranks 2 4 --repeats 1"
     record = _run(bench_stages, words, tmp_path / "stages.json", monkeypatch)
-    seen, unseen = record["results"]
+    seen, _ = record["results"]
     assert seen["wire_dtype"] == "int8"
-    assert "break_even_gbyte_per_s" not in seen
-    assert seen["hook_over_ours_gpu_ms"] == 12
     hosts = [seen[contestant]["host_ms"] for contestant in ("hook", "ours")]
-    assert seen["hook_over_ours_host_ms"] == pytest.approx(hosts[0] / hosts[1], rel=1e-5)
-    assert "hook_over_ours_gpu_ms" not in unseen
     heading, _, *rows = capsys.readouterr().out.splitlines()[-4:]
-    assert {"host", "GPU"} < set(heading.split())
-    assert [len(row) for row in rows] == [len(heading)] * 2
+    assert heading.split()[-2:] == ["host", "GPU"]
+    (host, gpu), (_, unseen) = (row.split()[-2:] for row in rows)
+    assert float(host) == pytest.approx(hosts[0] / hosts[1], abs=0.06)
+    assert (gpu, unseen) == ("12.0", "-")
     headings, table = stages_on_gpu({"results": [seen]})
     assert headings[2:4] == ["stages, GPU ms", "torch's hook, GPU ms"]
     assert table[0][:4] == ["the demo's GPT", "2", "0.50", "6.00"]
     headings, _ = stages_on_gpu(record)
     assert headings[2:] == ["stages, ms", "torch's hook, ms"]
-
-
-def test_overlapping_kernels_count_once() -> None:
-    assert covered([(5.0, 7.0), (1.0, 3.0), (2.0, 4.0), (2.5, 3.5)]) == 5
-    assert covered([]) == 0

@@ -10,15 +10,10 @@ import pytest
 from support.repository import ROOT
 
 STAND_INS = {
-    "python3": """case $2 in
-  *ensurepip*) [[ $MISSING != *python3-venv* ]] ;;
-  *Python.h*) [[ $MISSING != *python3-dev* ]] ;;
-esac""",
-    "g++": """read -r line
-case $line in
-  *boost*) [[ $MISSING != *boost* ]] ;;
-  *gtest*) [[ $MISSING != *gtest* ]] ;;
-esac""",
+    "python3": """[[ $2 != *ensurepip* || $MISSING != *python3-venv* ]] &&
+      [[ $2 != *Python.h* || $MISSING != *python3-dev* ]]""",
+    "g++": """read -r line; [[ $line != *boost* || $MISSING != *boost* ]] &&
+      [[ $line != *gtest* || $MISSING != *gtest* ]]""",
     "cmake": "",
     "ccache": "",
     "id": "echo 1000",

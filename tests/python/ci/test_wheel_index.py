@@ -19,19 +19,18 @@ PIP = Path(sysconfig.get_path("purelib"), "pip")  # its import would break that 
 PAGE = (ROOT / "docs" / "install.md").read_text()
 BY_TORCH, BY_HAND, UPGRADE = re.findall(r"```sh\n([^`]*--index-url[^`]*)\n```", PAGE)
 TAG = str(next(sys_tags()))
-OF_ARM = f"{TAG.rpartition('-')[0]}-linux_aarch64"
 ON_ARM = "--platform linux_aarch64 --only-binary :all: --no-deps --target ."
 OLD = f"pip install --no-deps ../../../../torch_powersgd-0.1.0+torch2.12.1.cpu-{TAG}.whl"
 
 
 def link_to_new_wheel(folder: Path, torch: str, device: str, tag: str) -> str:
-    name = f"torch_powersgd-0.1.0+torch{torch}.{device}"
-    core = f"Name: torch-powersgd\nVersion: {name[15:]}\nRequires-Dist: torch=={torch}\n"
-    files = {"METADATA": core, "WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n", "RECORD": ""}
-    wheel = folder / f"{name}-{tag}.whl"
+    version = f"0.1.0+torch{torch}.{device}"
+    core = f"Name: torch-powersgd\nVersion: {version}\nRequires-Dist: torch=={torch}\n"
+    wheel = folder / f"torch_powersgd-{version}-{tag}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for file, text in files.items():
-            archive.writestr(f"{name}.dist-info/{file}", text)
+        for file, text in {"METADATA": core, "WHEEL": f"Tag: {tag}\n", "RECORD": ""}.items():
+            head = "Wheel-Version: 1.0\n" * (file == "WHEEL")
+            archive.writestr(f"torch_powersgd-{version}.dist-info/{file}", head + text)
     return f"{wheel.as_uri()}#sha256={sha256(wheel.read_bytes()).hexdigest()}"
 
 
@@ -45,10 +44,9 @@ def link_to_new_wheel(folder: Path, torch: str, device: str, tag: str) -> str:
     ],
 )
 def test_pip_takes_what_fits(tmp_path: Path, command: str, torch: str, expected: set[str]) -> None:
-    devices = [("cpu", TAG), ("cu130", TAG), ("cpu", OF_ARM)]
-    links = [
-        link_to_new_wheel(tmp_path, each, *d) for each in ("2.12.1", "2.13.0") for d in devices
-    ]
+    devices = [("cpu", TAG), ("cu130", TAG), ("cpu", f"{TAG.rpartition('-')[0]}-linux_aarch64")]
+    wheels = [(version, *device) for version in ("2.12.1", "2.13.0") for device in devices]
+    links = [link_to_new_wheel(tmp_path, *wheel) for wheel in wheels]
     load("wheel_index").make_indexes(tmp_path / "whl", links)
     venv.create(tmp_path / "env", symlinks=True)
     (packages,) = tmp_path.glob("env/lib/python*/site-packages")

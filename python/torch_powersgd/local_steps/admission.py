@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The arguments of local steps: checked, and the same on all processes."""
+"""Admits a model and its optimizers to local steps: what is passed fits, and on all processes."""
 
 from __future__ import annotations
 
