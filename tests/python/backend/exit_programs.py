@@ -33,9 +33,10 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
+from support.ddp import make_attached, step
 from support.deadline import OPERATION
 from support.groups import compress
-from support.synthetic import gradient, gradients, make_attached, step
+from support.synthetic import gradient, gradients
 
 SHAPES = {"weight": (32, 48), "bias": (48,)}
 

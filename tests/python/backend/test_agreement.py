@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import launch, ranks
+from support.ddp import make_ddp, step
 from support.deadline import UNLIMITED
 from support.groups import world
 from support.on_ranks import on_ranks
-from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relative_error, step
+from support.synthetic import SHAPES, gradients, mean_gradients
+from support.tensors import relative_error
 from torch_powersgd import agreement, collective_call
 from torch_powersgd.agreement import agree
 

@@ -18,10 +18,11 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.call_observer import compressed_calls, gloo
+from support.groups import compressed_calls, gloo
+from support.ledger import Ledger
 from support.on_ranks import on_ranks
-from support.paired_training import digest, same
-from support.synthetic import SHAPES, Ledger, Tensors, gradient, gradients, mean_gradients
+from support.synthetic import SHAPES, gradient, gradients, mean_gradients
+from support.tensors import Tensors, digest, same
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2, min_numel=64)
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity

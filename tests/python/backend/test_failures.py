@@ -14,16 +14,11 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_attached, step
 from support.deadline import UNLIMITED
 from support.groups import compress, world
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    SHAPES,
-    gradient,
-    gradients,
-    make_attached,
-    step,
-)
+from support.synthetic import SHAPES, gradient, gradients
 
 OPTIONS = tp.Options.hook_defaults(
     start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=4096

@@ -10,19 +10,13 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
+from support.ddp import make_compressed, outputs_of, step
 from support.deadline import OPERATION
 from support.groups import world
+from support.ledger import Ledger, residuals_of
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    SHAPES,
-    Ledger,
-    Tensors,
-    gradients,
-    make_compressed,
-    outputs_of,
-    residuals_of,
-    step,
-)
+from support.synthetic import SHAPES, gradients
+from support.tensors import Tensors
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity

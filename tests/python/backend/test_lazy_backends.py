@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_attached
 from support.groups import backend_of_world, compress, world
 from support.on_ranks import on_ranks
-from support.synthetic import SHAPES, gradient, make_attached
+from support.synthetic import SHAPES, gradient
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, inner="gloo")
 

@@ -11,20 +11,12 @@ import torch
 
 import torch_powersgd as tp
 from support import ranks
-from support.call_observer import SETTLE_PASSES
+from support.backward import SETTLE_PASSES, reduce_in_backward
+from support.ddp import make_attached, make_compressed, make_ddp, step
 from support.on_ranks import on_ranks
-from support.paired_training import digest
 from support.stages import run_stages
-from support.synthetic import (
-    Shapes,
-    Tensors,
-    gradients,
-    make_attached,
-    make_compressed,
-    make_ddp,
-    reduce_in_backward,
-    step,
-)
+from support.synthetic import gradients
+from support.tensors import Shapes, Tensors, digest
 from torch_powersgd._core import _C
 from torch_powersgd.options import to_core
 

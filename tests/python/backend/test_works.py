@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
-from support.call_observer import exception_of
 from support.deadline import UNLIMITED
-from support.groups import compress
+from support.groups import compress, exception_of
 from support.on_ranks import on_ranks
 from support.synthetic import gradient
 

@@ -27,7 +27,8 @@ from torchft.local_sgd import DiLoCo
 from support import ranks
 from support.cuda_ranks import become_host
 from support.deadline import DEADLOCK
-from support.synthetic import Tensors, own_residuals_of
+from support.ledger import own_residuals_of
+from support.tensors import Tensors
 from torch_powersgd import Compression
 from torch_powersgd._core import _C
 from torch_powersgd.integrations.torchft import DistributedDataParallel, ProcessGroupPowerSGD

@@ -20,25 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_ddp, outputs_of, weights_of
 from support.deadline import UNLIMITED
+from support.ledger import Ledger, residuals_of
 from support.on_ranks import on_ranks
-from support.paired_training import digest
 from support.state_damage import VALUES, Damage, Outcome, outcome_of, places
-from support.synthetic import (
-    SHAPES,
-    Ledger,
-    Tensors,
-    from_bytes,
-    gradients,
-    make_ddp,
-    mean_gradients,
-    outputs_of,
-    own_part,
-    relative_error,
-    residuals_of,
-    to_bytes,
-    weights_of,
-)
+from support.states import from_bytes, own_part, to_bytes
+from support.synthetic import SHAPES, gradients, mean_gradients
+from support.tensors import Tensors, digest, relative_error
 
 WORLD_SIZE = 2
 # The identity over some 20 steps in float32, as in test_identity; loading rounds once more.

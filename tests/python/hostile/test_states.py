@@ -15,19 +15,12 @@ import pytest
 import torch
 
 import torch_powersgd as tp
+from support.ddp import make_compressed, step
 from support.local_job import EVERY, Job
 from support.on_ranks import all_agree, on_ranks
 from support.state_damage import VALUES, Damage, Outcome, outcome_of, places
-from support.synthetic import (
-    SHAPES,
-    from_bytes,
-    gradients,
-    make_compressed,
-    own_part,
-    step,
-    to_bytes,
-    without_checksums,
-)
+from support.states import from_bytes, own_part, to_bytes, without_checksums
+from support.synthetic import SHAPES, gradients
 from torch_powersgd import schema
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)

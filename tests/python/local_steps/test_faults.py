@@ -25,9 +25,9 @@ from support.groups import world
 from support.local_job import EVERY, OPTIONS, backward, make_net
 from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
-from support.paired_training import same
 from support.refusals import refuses
-from support.synthetic import gradient, relative_error
+from support.synthetic import gradient
+from support.tensors import relative_error, same
 from torch_powersgd import agreement, collective_call, grad_scaler
 from torch_powersgd.local_steps import watch
 from torch_powersgd.units import size_text

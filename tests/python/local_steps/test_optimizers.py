@@ -15,8 +15,8 @@ import torch_powersgd as tp
 from support.local_job import EVERY, OPTIONS, backward, make_net
 from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
-from support.paired_training import same
-from support.synthetic import gradient, relative_error
+from support.synthetic import gradient
+from support.tensors import relative_error, same
 
 
 def _two(model: nn.Sequential) -> list[torch.optim.Optimizer]:

@@ -16,19 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support.ddp import step
+from support.ledger import TOLERANCE, Ledger, residuals_of
 from support.on_ranks import all_agree, models_agree, on_ranks
-from support.synthetic import (
-    SHAPES,
-    TOLERANCE,
-    Ledger,
-    Synthetic,
-    Tensors,
-    gradient,
-    gradients,
-    relative_error,
-    residuals_of,
-    step,
-)
+from support.synthetic import SHAPES, Synthetic, gradient, gradients
+from support.tensors import Tensors, relative_error
 
 EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}

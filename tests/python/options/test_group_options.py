@@ -11,8 +11,9 @@ import torch
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_ddp
 from support.on_ranks import on_ranks
-from support.synthetic import SHAPES, make_ddp
+from support.synthetic import SHAPES
 from torch_powersgd import _C
 
 

@@ -11,15 +11,10 @@ import torch
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_compressed, step
+from support.ledger import own_residuals_of
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    COMPRESSED,
-    SHAPES,
-    gradients,
-    make_compressed,
-    own_residuals_of,
-    step,
-)
+from support.synthetic import COMPRESSED, SHAPES, gradients
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 FIELDS = {

@@ -12,17 +12,11 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.backward import reduce_in_backward
+from support.ddp import make_attached, make_ddp, step
 from support.log_records import LogRecords
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    SHAPES,
-    gradient,
-    gradients,
-    make_attached,
-    make_ddp,
-    reduce_in_backward,
-    step,
-)
+from support.synthetic import SHAPES, gradient, gradients
 
 STARTS = r"compression starts at step (\d+)"
 STATISTICS = r"(\d+) steps \((\d+) skipped\).*ratio ([\d.]+)"

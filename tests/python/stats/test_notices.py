@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_compressed, make_ddp, step
 from support.on_ranks import on_ranks
-from support.synthetic import gradients, make_compressed, make_ddp, step
+from support.synthetic import gradients
 from torch_powersgd.units import size_text
 
 # Rank 2 compresses the two weights of 128 x 64 and 32 x 144, but no bias and no small weight.

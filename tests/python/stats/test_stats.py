@@ -8,15 +8,11 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
+from support.backward import reduce_in_backward
+from support.ddp import make_compressed, step
+from support.ledger import residuals_of
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    gradient,
-    gradients,
-    make_compressed,
-    reduce_in_backward,
-    residuals_of,
-    step,
-)
+from support.synthetic import gradient, gradients
 
 # At rank 2 there are a 128 x 64 weight, its bias, a 32 x 144 convolution, and a weight too small to
 # pay.

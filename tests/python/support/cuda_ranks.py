@@ -54,7 +54,3 @@ def run(
     """Calls function(rank, *args) on each rank; returns the results by rank."""
     arguments = (function, backend, options or options_of(), args)
     return ranks.run(world_size, _main, *arguments, backend=None, timeout=timeout)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

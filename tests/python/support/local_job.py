@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import torch_powersgd as tp
-from support.synthetic import from_bytes, gradient, to_bytes
+from support.states import from_bytes, to_bytes
+from support.synthetic import gradient
 
 EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}

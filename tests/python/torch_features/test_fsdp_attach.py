@@ -22,7 +22,8 @@ from support.fsdp_pairs import (
     step,
 )
 from support.meshes import mesh_of
-from support.paired_training import OPTIONS, WARM_UP, same
+from support.paired_training import OPTIONS, WARM_UP
+from support.tensors import same
 
 
 @both

@@ -15,21 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import torch_powersgd as tp
+from support.ddp import make_compressed, make_ddp, outputs_of, step, train
+from support.ledger import Ledger, residuals_of
 from support.on_ranks import on_ranks
-from support.paired_training import same
-from support.synthetic import (
-    SHAPES,
-    Ledger,
-    Synthetic,
-    gradients,
-    make_compressed,
-    make_ddp,
-    mean_gradients,
-    outputs_of,
-    residuals_of,
-    step,
-    train,
-)
+from support.synthetic import SHAPES, Synthetic, gradients, mean_gradients
+from support.tensors import same
 from torch_powersgd import _C
 from torch_powersgd.proposal import Proposal
 

@@ -15,19 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_compressed, step
 from support.log_records import LogRecords
 from support.on_ranks import all_agree, on_ranks
-from support.paired_training import same
-from support.synthetic import (
-    SHAPES,
-    from_bytes,
-    gradients,
-    make_compressed,
-    own_part,
-    step,
-    to_bytes,
-    without_checksums,
-)
+from support.states import from_bytes, own_part, to_bytes, without_checksums
+from support.synthetic import SHAPES, gradients
+from support.tensors import same
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -17,24 +17,13 @@ import torch
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_compressed, make_ddp, outputs_of, step, train
 from support.groups import world
+from support.ledger import Ledger, residuals_of
 from support.log_records import LogRecords
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    COMPRESSED,
-    SHAPES,
-    Ledger,
-    Tensors,
-    gradients,
-    make_compressed,
-    make_ddp,
-    mean_gradients,
-    outputs_of,
-    relative_error,
-    residuals_of,
-    step,
-    train,
-)
+from support.synthetic import COMPRESSED, SHAPES, gradients, mean_gradients
+from support.tensors import Tensors, relative_error
 from torch_powersgd import collective_call
 
 OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)

@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.cuda_ranks import bits, needs_cuda, run
+from support.cuda_ranks import needs_cuda, run
 from support.synthetic import gradient
+from support.tensors import bits
 
 pytestmark = needs_cuda
 

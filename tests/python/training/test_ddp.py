@@ -10,24 +10,12 @@ from typing import Any
 import pytest
 
 import torch_powersgd as tp
-from support.call_observer import gloo
+from support.ddp import make_attached, make_compressed, make_ddp, outputs_of, step
+from support.groups import gloo
+from support.ledger import Ledger, residuals_of
 from support.on_ranks import on_ranks
-from support.paired_training import same
-from support.synthetic import (
-    SHAPES,
-    Ledger,
-    Shapes,
-    Tensors,
-    gradients,
-    make_attached,
-    make_compressed,
-    make_ddp,
-    mean_gradients,
-    outputs_of,
-    residuals_of,
-    step,
-    sum_of,
-)
+from support.synthetic import SHAPES, gradients, mean_gradients
+from support.tensors import Shapes, Tensors, same, sum_of
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
 # The parameters are used in another order than they are registered in. DDP's rebuilt buckets then

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support.on_ranks import all_agree, on_ranks
-from support.synthetic import to_bytes
+from support.states import to_bytes
 from torch_powersgd.integrations import libraries
 from torch_powersgd.integrations.libraries import overrides
 

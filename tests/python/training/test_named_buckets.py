@@ -10,8 +10,8 @@ import torch_powersgd as tp
 import torch_powersgd.attachment
 from support.on_ranks import on_ranks
 from support.operators import Operators
-from support.paired_training import same
-from support.synthetic import Tensors, gradient
+from support.synthetic import gradient
+from support.tensors import Tensors, same
 from torch_powersgd.targets import target_of
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)

@@ -16,16 +16,12 @@ import torch.distributed as dist
 import torch_powersgd as tp
 import torch_powersgd.attachment
 from support import ranks
+from support.ddp import make_ddp
+from support.ledger import TOLERANCE, Ledger, residuals_of
 from support.on_ranks import on_ranks
 from support.refusals import refuses
-from support.synthetic import (
-    TOLERANCE,
-    Ledger,
-    Tensors,
-    gradient,
-    make_ddp,
-    residuals_of,
-)
+from support.synthetic import gradient
+from support.tensors import Tensors
 from torch_powersgd.matrices import as_reals
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)

@@ -19,20 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import step
 from support.groups import world
+from support.ledger import TOLERANCE, own_residuals_of
 from support.on_ranks import all_agree, on_ranks
-from support.synthetic import (
-    SHAPES,
-    TOLERANCE,
-    Synthetic,
-    Tensors,
-    add_to,
-    gradients,
-    own_part,
-    own_residuals_of,
-    relative_error,
-    step,
-)
+from support.states import own_part
+from support.synthetic import SHAPES, Synthetic, gradients
+from support.tensors import Tensors, add_to, relative_error
 from torch_powersgd import grad_scaler
 from torch_powersgd._core import _C
 from torch_powersgd.targets import DdpTarget, misuse
@@ -75,11 +68,12 @@ class _Job:
 
     def step(self, rank: int, i: int) -> Tensors:
         """The average of a step."""
-        mine = {name: g.to(self.device) for name, g in gradients(SHAPES, rank, i).items()}
-        if self.ddp is None:
-            self.compression.all_reduce(mine).wait()
-            return mine
-        return step(self.ddp, mine)
+        mine = gradients(SHAPES, rank, i)
+        if self.ddp is not None:
+            return step(self.ddp, mine)
+        mine = {name: tensor.to(self.device) for name, tensor in mine.items()}
+        self.compression.all_reduce(mine).wait()
+        return mine
 
     def local(self) -> dict[str, dict[str, torch.Tensor]]:
         """The state of each compressed parameter in this process."""

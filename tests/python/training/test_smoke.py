@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import cuda_ranks, ranks
-from support.cuda_ranks import bits, needs_cuda
+from support.cuda_ranks import needs_cuda
 from support.synthetic import gradient
+from support.tensors import bits
 from torch_powersgd._core import _C
 from torch_powersgd.options import to_core
 
