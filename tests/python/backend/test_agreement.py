@@ -36,38 +36,6 @@ def _hurry() -> None:
     collective_call.INTERVAL = timedelta(seconds=0.1)
 
 
-def _forgets_attach(rank: int) -> tuple[str, str]:
-    """The messages and errors of each rank if rank 2 trains without attach."""
-    _hurry()
-    ddp, raised = make_ddp(SHAPES), ""
-    wait, store = collective_call.CollectiveCall._wait, ranks.side_store()
-
-    def wait_together(call: collective_call.CollectiveCall, keys: list[str]) -> str:
-        """Waits once the other rank has called too, however late."""
-        store.set(f"{rank} waits", "1")
-        store.wait(["0 waits", "1 waits"])
-        return wait(call, keys)
-
-    collective_call.CollectiveCall._wait = wait_together  # type: ignore[assignment, method-assign]
-    with contextlib.redirect_stderr(io.StringIO()) as heard:
-        try:
-            if rank == 2:
-                step(ddp, gradients(SHAPES, rank, 0))
-            else:
-                tp.attach(ddp)
-        except (ValueError, RuntimeError) as error:
-            raised = str(error)
-    return raised, heard.getvalue()
-
-
-def test_every_waiting_rank_names_the_one_that_forgets_attach() -> None:
-    outcomes = ranks.outcomes(3, _forgets_attach, options=OPTIONS, op_timeout=4)
-    for rank, outcome in enumerate(outcomes[:2]):
-        raised, heard = outcome.value
-        assert f"rank 2 has not called attach; rank {rank} is waiting" in heard
-        assert "rank 2 has not called attach within 4 seconds" in raised
-
-
 class _Heard(io.StringIO):
     """Keeps what a rank says, and lets the others know that it has said something."""
 
@@ -107,13 +75,6 @@ def test_waiting_ends_with_the_groups_time_out(rank: int) -> None:
         if rank == 2:
             make_ddp(SHAPES, process_group=group)
         store.wait(["done"])
-
-
-def test_absent_ranks_are_named_in_the_plural() -> None:
-    timeout = timedelta(seconds=0.1)
-    call = collective_call.CollectiveCall(dist.HashStore(), 0, range(4), "called attach", timeout)
-    with pytest.raises(ValueError, match="^ranks 1, 2, 3 have not called attach within"):
-        call.agree({}, lambda everyone: "")
 
 
 def _leave_after(store: dist.Store, ranks_: list[str]) -> None:

@@ -194,19 +194,6 @@ def test_an_unknown_variable_is_warned_of_once(
     assert caplog.records == [record], "one rank of a machine warns"
 
 
-def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve(None) == tp.Options()
-    monkeypatch.setenv("POWERSGD_MATRIX_APPROXIMATION_RANK", "2")
-    monkeypatch.setenv("POWERSGD_MIN_NUMEL", "22")
-    assert resolve(None) == tp.Options(matrix_approximation_rank=2, min_numel=22)
-    tp.configure(tp.Options(matrix_approximation_rank=3))
-    assert resolve(None) == tp.Options(matrix_approximation_rank=3)
-    given = tp.Options(random_seed=4)
-    assert resolve(given) is given
-    tp.configure(None)
-    assert resolve(None) == tp.Options(matrix_approximation_rank=2, min_numel=22)
-
-
 def test_from_hook_state() -> None:
     fields: dict[str, Any] = {
         "matrix_approximation_rank": 3,

@@ -181,22 +181,3 @@ def _counted(gloo: Outcomes, ours: Outcomes) -> dict[str, Any]:
         "fail over gloo": sum(how == "failed" for how, _ in gloo.values()),
         "differences": {name: _reason(name) for name in different},
     }
-
-
-def test_the_list_is_checked_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "test_ddp_logging_data_cpu"
-    passed: Outcomes = {name: ("passed", "")}
-    _compare(passed, {name: ("failed", DIFFERENCES[name].error)}, POWERSGD, 2)
-    with pytest.raises(AssertionError, match="ends as over gloo"):
-        _compare(passed, passed, POWERSGD, 2)
-    with pytest.raises(AssertionError, match="another error"):
-        _compare(passed, {name: ("failed", "another error")}, POWERSGD, 2)
-
-    failed: Outcomes = {"test_reduce_sum": ("failed", "wrong")}
-    ends = {POWERSGD: failed, GLOO: {"test_reduce_sum": ("passed", "")}}
-    monkeypatch.setitem(globals(), "outcomes", lambda backend, *_: ends[backend])
-    with (
-        pytest.warns(UserWarning, match="once more"),
-        pytest.raises(AssertionError, match="test_reduce_sum"),
-    ):
-        _compare(ends[GLOO], failed, POWERSGD, 2)

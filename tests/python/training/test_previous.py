@@ -176,37 +176,6 @@ def test_a_step_that_a_dead_process_has_broken_off(discards: bool) -> None:
             assert value == (0 if discards else 1)
 
 
-def _dies_in_attach(rank: int) -> bool:
-    """Process 1 dies once all have agreed, and has shared no factors. The others go on."""
-    job = _Job("ddp", world())
-    for i in range(3):
-        job.step(rank, i)
-    residuals = job.residuals()
-    if rank == 1:
-        core: Any = _C
-        make = core.BucketReducer
-
-        def dies(*arguments: Any) -> None:
-            make(*arguments).states.layers()  # returns once it has connected to the others
-            os._exit(1)
-
-        core.BucketReducer = dies
-    everyone = _group([0, 1, 2])
-    with pytest.raises(RuntimeError):
-        job.move(everyone)  # which also drops the former wrapper
-    job.move(_group([0, 2]))
-    assert all(torch.equal(r, residuals[name]) for name, r in job.residuals().items())
-    job.step(rank, 3)
-    return bool(job.compression.stats()["steps"] == 4)
-
-
-def test_a_process_that_dies_in_attach_costs_the_others_nothing() -> None:
-    ended = ranks.outcomes(3, _dies_in_attach, op_timeout=10, timeout=60)
-    assert ended[1].exitcode == 1
-    for rank in (0, 2):
-        assert ended[rank].value, ended[rank].error
-
-
 def _fail(*_: Any, **__: Any) -> None:
     raise ValueError("a fault of the test")
 
