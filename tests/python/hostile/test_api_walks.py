@@ -277,19 +277,6 @@ class Walk:
         if right:
             self.scale = float(scale)
 
-    def use_a_module_whose_group_is_gone(self) -> None:
-        """Any error will do, but no hang."""
-        calls: list[Callable[[], Any]] = [
-            lambda: self._backward(gradients(SHAPES, self.rank, 0)),
-            lambda: self.handle.state_dict(True),
-            lambda: self.handle.step_skipped(),
-            lambda: self.handle.stats(),
-            lambda: self.handle.detach(),
-            lambda: tp.attach(self.ddp),  # type: ignore[arg-type]
-            lambda: tp.stats(self.ddp.process_group),  # type: ignore[union-attr]
-        ]
-        self.agreed([outcome_of(call)[0] for call in calls])
-
     # The state.
 
     def check(self) -> None:
@@ -366,7 +353,6 @@ CALLS: dict[Callable[[Walk], None], Callable[[Walk], bool]] = {
     Walk.step_without_synchronization: _with_module,
     **dict.fromkeys([Walk.detach, Walk.skip, Walk.set_scale, Walk.save], _with_handle),
     Walk.load: lambda walk: _with_handle(walk) and bool(walk.saved),
-    Walk.use_a_module_whose_group_is_gone: lambda walk: not walk.grouped and bool(walk.compression),
 }
 
 

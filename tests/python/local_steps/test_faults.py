@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support import ranks
 from support.groups import world
-from support.local_job import EVERY, OPTIONS, backward, make_net
+from support.local_job import EVERY, OPTIONS, backward, make_net, take_step
 from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.refusals import refuses
@@ -126,8 +127,7 @@ def test_a_round_that_is_not_finite_might_as_well_not_have_been(rank: int, delay
 
     def one_round(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         for i in range(EVERY):
-            backward(model, rank, number * EVERY + i)
-            optimizer.step()
+            take_step(model, optimizer, rank, number * EVERY + i)
 
     for number in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -250,8 +250,7 @@ def test_a_round_within_inference_mode_spoils_nothing(rank: int, exact: bool) ->
     steps = tp.DiLoCo(model, optimizer, outer, EVERY, OPTIONS, warmup_steps=0)
     for i in range(3):
         for j in range(EVERY + 1):
-            backward(model, rank, i * EVERY + j)
-            optimizer.step()
+            take_step(model, optimizer, rank, i * EVERY + j)
         with torch.inference_mode():
             steps.sync(exact)
             assert models_agree(model)
@@ -269,8 +268,7 @@ def test_the_end_leaves_all_as_it_was(rank: int, kind: Any) -> None:
     for _ in range(2):
         with tp.DiLoCo(model, optimizer, outer, EVERY, OPTIONS, warmup_steps=0) as steps:
             for i in range(EVERY):
-                backward(model, rank, i)
-                optimizer.step()
+                take_step(model, optimizer, rank, i)
             steps.state_dict()
             steps.detach()
         held = outer.param_groups[0]["params"]
@@ -285,8 +283,7 @@ def test_one_rank_takes_a_last_step(rank: int) -> None:
     optimizer = _sgd(model)
     with tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=1):
         for i in range(1 + rank):
-            backward(model, rank, i)
-            optimizer.step()
+            take_step(model, optimizer, rank, i)
         assert not models_agree(model)
     assert models_agree(model)
 
@@ -297,8 +294,7 @@ def test_a_parameter_that_is_trained_later_is_named(rank: int) -> None:
     next(model.parameters()).requires_grad_(False)
     optimizer = _sgd(model)
     tp.LocalSGD(model, optimizer, 2, OPTIONS, warmup_steps=0)
-    backward(model, rank, 0)
-    optimizer.step()
+    take_step(model, optimizer, rank, 0)
     next(model.parameters()).requires_grad_(True)
     backward(model, rank, 1)
     with pytest.raises(RuntimeError, match="'0.weight' was frozen or missing when LocalSGD"):
@@ -329,8 +325,7 @@ def test_local_steps_that_never_end_are_noticed_at_exit(rank: int) -> None:
     model, records = make_net(), LogRecords(logging.WARNING)
     optimizer = _sgd(model)
     steps = tp.LocalSGD(model, optimizer, 4, OPTIONS, warmup_steps=0)
-    backward(model, rank, 0)
-    optimizer.step()
+    take_step(model, optimizer, rank, 0)
 
     def noticed() -> int:
         records.seen.clear()
@@ -351,49 +346,39 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     first = tp.LocalSGD(other, taken, 4)
     tp.attach(ddp)
     part = torch.optim.SGD(model[0].parameters(), lr=1.0)
-    scaler: Any = "scaler"
     third = nn.Linear(3, 1)
+    local: Any = partial(tp.LocalSGD, model, sgd)
+    diloco: Any = partial(tp.DiLoCo, model, sgd)
+    by: Any = partial(tp.LocalSGD, model)
     wrong: list[tuple[Callable[[], Any], str]] = [
-        (lambda: tp.LocalSGD(model, sgd, 0), "sync_every must be an integer >= 1, got 0"),
-        (lambda: tp.LocalSGD(model, sgd, 1.5), "sync_every must be an integer >= 1, got"),  # type: ignore[arg-type]
-        (lambda: tp.LocalSGD(model, sgd, 4, fragments=3), "fragments must be a divisor of sync"),
+        (lambda: local(0), "sync_every must be an integer >= 1, got 0"),
+        (lambda: local(1.5), "sync_every must be an integer >= 1, got"),
+        (lambda: local(4, fragments=3), "fragments must be a divisor of sync"),
+        (lambda: local(6, fragments=6), "at most 4, the number of trainable parameters"),
         (
-            lambda: tp.LocalSGD(model, sgd, 6, fragments=6),
-            "at most 4, the number of trainable parameters",
-        ),
-        (
-            lambda: tp.LocalSGD(model, sgd, 4, fragments=2, fragment_sync_delay=4),
+            lambda: local(4, fragments=2, fragment_sync_delay=4),
             "fragment_sync_delay must be less than sync_every=4, got 4",
         ),
-        (
-            lambda: tp.LocalSGD(model, sgd, 4, warmup_steps=-1),
-            "warmup_steps must be an integer >= 0",
-        ),
+        (lambda: local(4, warmup_steps=-1), "warmup_steps must be an integer >= 0"),
         (lambda: tp.LocalSGD(ddp, _sgd(ddp), 4), "this module is attached, but local steps do"),
         (
             lambda: tp.LocalSGD(other, _sgd(other), 4),
             "'0.weight' already takes local steps: call detach() on them first. To train a model "
             "with several optimizers, pass them as a list",
         ),
-        (lambda: tp.LocalSGD(model, taken, 4), "optimizer must hold trainable parameters of the"),
-        (lambda: tp.LocalSGD(model, [sgd, taken], 4), "the model, but SGD holds none of them"),
-        (lambda: tp.LocalSGD(model, [], 4), "optimizer must be a torch.optim.Optimizer or a list"),
-        (lambda: tp.LocalSGD(model, [sgd, sgd], 4), "must not list the same SGD twice"),
-        (lambda: tp.DiLoCo(model, sgd, sgd, 4), "outer_optimizer must be another optimizer than"),
+        (lambda: by(taken, 4), "optimizer must hold trainable parameters of the"),
+        (lambda: by([sgd, taken], 4), "the model, but SGD holds none of them"),
+        (lambda: by([], 4), "optimizer must be a torch.optim.Optimizer or a list"),
+        (lambda: by([sgd, sgd], 4), "must not list the same SGD twice"),
+        (lambda: by(model, 4), "optimizer must be a torch.optim.Optimizer or a list of them, got"),
+        (lambda: diloco(sgd, 4), "outer_optimizer must be another optimizer than"),
+        (lambda: diloco(part, 4), "model, but it lacks '2.weight'"),
+        (lambda: diloco(None, 4), "outer_optimizer must be a torch.optim.Optimizer"),
         (lambda: tp.LocalSGD({}, sgd, 4), "model must be a torch.nn.Module, got dict"),  # type: ignore[arg-type]
-        (
-            lambda: tp.LocalSGD(model, model, 4),  # type: ignore[arg-type]
-            "optimizer must be a torch.optim.Optimizer or a list of them, got Seq",
-        ),
-        (lambda: tp.LocalSGD(model, sgd, 4, scaler=scaler), "scaler must be a torch.amp.GradSc"),
-        (lambda: tp.DiLoCo(model, sgd, part, 4), "model, but it lacks '2.weight'"),
-        (lambda: tp.DiLoCo(model, sgd, None, 4), "outer_optimizer must be a torch.optim.Optimizer"),  # type: ignore[arg-type]
-        (
-            lambda: tp.LocalSGD(model, sgd, 4 + rank),
-            "of LocalSGD must be the same on all ranks: sync_every is 4 on rank 0 and 5 on rank 1",
-        ),
-        (lambda: tp.LocalSGD(model, sgd, 4 * (1 - rank)), "rank 1: sync_every must be an integer"),
-        (lambda: tp.LocalSGD(model, sgd, 4, {"bits": 4}), "'bits' is not an option"),
+        (lambda: local(4, scaler="scaler"), "scaler must be a torch.amp.GradSc"),
+        (lambda: local(4 + rank), "on all ranks: sync_every is 4 on rank 0 and 5 on rank 1"),
+        (lambda: local(4 * (1 - rank)), "rank 1: sync_every must be an integer"),
+        (lambda: local(4, {"bits": 4}), "'bits' is not an option"),
         (
             lambda: tp.LocalSGD([model, third][rank], [sgd, _sgd(third)][rank], 4),
             "the same model to LocalSGD, but rank 0 has '0.weight' float32 [40, 24] where "

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torch_powersgd as tp
-from support.local_job import EVERY, OPTIONS, backward, make_net
+from support.local_job import EVERY, OPTIONS, backward, make_net, take_step
 from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.synthetic import gradient
@@ -112,12 +112,10 @@ def test_a_round_follows_the_step_of_a_wrapper(rank: int, has_hooks: bool) -> No
     steps = tp.LocalSGD(model, optimizer, 3, OPTIONS, warmup_steps=0)
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps step, too
     for i in range(6):
-        backward(model, rank, i)
-        optimizer.step()
+        take_step(model, optimizer, rank, i)
         assert models_agree(model) is (i % 3 == 2)
     steps.detach()
-    backward(model, rank, 0)
-    optimizer.step()
+    take_step(model, optimizer, rank, 0)
     assert steps.stats()["steps"] == 6
 
 
@@ -140,8 +138,7 @@ def test_creation_in_inference_mode_spoils_nothing(rank: int) -> None:
     with torch.inference_mode():
         steps = tp.DiLoCo(model, optimizer, outer, 2, OPTIONS, warmup_steps=1)
     for i in range(7):
-        backward(model, rank, i)
-        optimizer.step()
+        take_step(model, optimizer, rank, i)
     assert models_agree(model)
     steps.detach()
 
@@ -173,8 +170,7 @@ def test_an_optimizer_that_holds_weights_is_named(rank: int) -> None:
         optimizer = kind(model.parameters(), lr=0.01)
         with tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0):
             for i in range(2 * EVERY):
-                backward(model, rank, i)
-                optimizer.step()
+                take_step(model, optimizer, rank, i)
         found = records.matching(f"{kind.__name__} holds weights of its own")
         assert len(found) == (holds and rank == 0), kind
 

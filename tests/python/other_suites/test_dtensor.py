@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import torch_powersgd as tp
 from support import ranks
+from support.tensors import bits
 
 pytest.importorskip("expecttest", reason="the helpers of torch's tests need expecttest")
 
@@ -39,10 +40,6 @@ def _mesh(backend: Any) -> DeviceMesh:
     )
 
 
-def _bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().numpy().tobytes()
-
-
 def _redistributed(mesh: DeviceMesh) -> Iterator[bytes]:
     torch.manual_seed(dist.get_rank())
     for shape in ((12, 9), (5, 7)):
@@ -56,8 +53,8 @@ def _redistributed(mesh: DeviceMesh) -> Iterator[bytes]:
                 moved = tensor.redistribute(mesh, [target])
                 moved.to_local().square().sum().backward()
                 assert local.grad is not None
-                yield _bits(moved.to_local())
-                yield _bits(local.grad)
+                yield bits(moved.to_local())
+                yield bits(local.grad)
 
 
 def _dtensors(rank: int) -> list[list[bytes]]:
@@ -104,7 +101,7 @@ def _steps(rank: int, mixed: bool) -> list[list[bytes]]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for i in range(4):
             _step(model, optimizer, i)
-        found.append([_bits(p.full_tensor()) for p in model.parameters()])
+        found.append([bits(p.full_tensor()) for p in model.parameters()])
     return found
 
 
@@ -133,7 +130,7 @@ def _round_trip(rank: int, folder: str) -> list[list[bytes]]:
             dcp.load(state, checkpoint_id=folder)
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         _step(model, optimizer, 2)
-        found.append([_bits(p.full_tensor()) for p in model.parameters()])
+        found.append([bits(p.full_tensor()) for p in model.parameters()])
     return found
 
 

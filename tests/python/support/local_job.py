@@ -27,6 +27,13 @@ def backward(model: nn.Module, rank: int, i: int, scale: float = 1.0) -> None:
     (model(gradient((6, 24), "input", rank, i)).square().mean() * scale).backward()
 
 
+def take_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, i: int, scale: float = 1.0
+) -> None:
+    backward(model, rank, i, scale)
+    optimizer.step()
+
+
 class Job:
     """A model that takes local steps, of any rank's data."""
 
@@ -45,8 +52,7 @@ class Job:
 
     def train(self, rank: int, first: int, last: int) -> None:
         for i in range(first, last):
-            backward(self.model, rank, i)
-            self.optimizer.step()
+            take_step(self.model, self.optimizer, rank, i)
 
     def save(self) -> bytes:
         return to_bytes(

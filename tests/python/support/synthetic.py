@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -56,8 +56,9 @@ def gradients(
 
 
 def mean_gradients(
-    shapes: Shapes, world_size: int, step: int, dtype: torch.dtype = torch.float32
+    shapes: Shapes, ranks: int | Iterable[int], step: object, dtype: torch.dtype = torch.float32
 ) -> Tensors:
-    """The mean over ranks of `gradients`, in float64."""
-    by_rank = [gradients(shapes, rank, step, dtype) for rank in range(world_size)]
+    """The mean over these ranks, or so many, of `gradients`, in float64."""
+    members = range(ranks) if isinstance(ranks, int) else ranks
+    by_rank = [gradients(shapes, rank, step, dtype) for rank in members]
     return {name: torch.stack([g[name].double() for g in by_rank]).mean(0) for name in shapes}
