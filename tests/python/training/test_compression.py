@@ -17,7 +17,7 @@ import torch
 
 import torch_powersgd as tp
 from support import ranks
-from support.ddp import make_compressed, make_ddp, outputs_of, step, train
+from support.ddp import make_compressed, outputs_of, step, train
 from support.groups import world
 from support.ledger import Ledger, residuals_of
 from support.log_records import LogRecords
@@ -96,17 +96,6 @@ def test_it_ends_with_its_module(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_it_is_not_needed(rank: int) -> None:
-    """A module stays compressed if its handle is dropped."""
-    ddp = make_ddp(SHAPES)
-    tp.attach(ddp, OTHER)
-    gc.collect()
-    before = tp.stats()["compressed_calls"]
-    step(ddp, gradients(SHAPES, rank, 0))
-    assert tp.stats()["compressed_calls"] == before + 1
-
-
-@on_ranks(2)
 def test_it_is_outlived_by_its_scaler(rank: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     ddp, compression = make_compressed(SHAPES, OTHER, scaler=scaler)
@@ -125,17 +114,6 @@ def test_it_is_outlived_by_its_scaler(rank: int) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert _is_exact(outputs_of(ddp), 3)  # the step has unscaled it
-
-
-@on_ranks(2)
-def test_a_second_attach_is_refused(rank: int) -> None:
-    ddp, compression = make_compressed(SHAPES, OTHER)
-    for i in range(2):
-        with pytest.raises(ValueError, match="already"):
-            tp.attach(ddp, OPTIONS)
-        step(ddp, gradients(SHAPES, rank, i))
-    assert compression.options == OTHER
-    assert compression.stats()["steps"] == 2
 
 
 @on_ranks(2)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support import launch
 from support.on_ranks import all_agree, on_ranks
 from support.states import to_bytes
 from torch_powersgd.integrations import libraries
@@ -40,13 +41,6 @@ EVERY_THREE = functools.partial(
     options={"matrix_approximation_rank": 1, "wire_dtype": None},
     warmup_steps=0,
 )
-
-
-def _as_torchrun(rank: int) -> None:
-    """Sets the variables of torchrun, which the libraries read."""
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
-        os.environ[name] = str(value)
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "test"}
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -156,7 +150,7 @@ def test_a_trainer_without_ddp_is_refused(rank: int) -> None:
 @on_ranks(2)
 def test_accelerate_compiles_a_model_and_frees_it_with_its_state(rank: int, tmp_path: Path) -> None:
     """Prepares a second compiled model instead of the first, as after an error of memory."""
-    _as_torchrun(rank)
+    launch.enter(rank, 2, 0)
     from accelerate import Accelerator
 
     from torch_powersgd.integrations.accelerate import attach
@@ -179,7 +173,7 @@ def test_accelerate_compiles_a_model_and_frees_it_with_its_state(rank: int, tmp_
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_goes_from_plain_to_compressed_and_back(rank: int, tmp_path: Path) -> None:
-    _as_torchrun(rank)
+    launch.enter(rank, 2, 0)
     from accelerate import Accelerator
 
     from torch_powersgd.integrations.accelerate import attach
@@ -212,7 +206,7 @@ def test_accelerate_goes_from_plain_to_compressed_and_back(rank: int, tmp_path: 
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_finds_each_state_when_another_has_ended(rank: int, tmp_path: Path) -> None:
-    _as_torchrun(rank)
+    launch.enter(rank, 2, 0)
     from accelerate import Accelerator
 
     from torch_powersgd.integrations.accelerate import attach
@@ -244,7 +238,7 @@ def test_accelerate_finds_each_state_when_another_has_ended(rank: int, tmp_path:
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_takes_local_steps(rank: int, tmp_path: Path) -> None:
-    _as_torchrun(rank)
+    launch.enter(rank, 2, 0)
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -277,7 +271,7 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
 
     Every model that is validated or saved is the same on all processes.
     """
-    _as_torchrun(rank)
+    launch.enter(rank, 2, 0)
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import LearningRateFinder
 
@@ -338,7 +332,7 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
 @needs("lightning")
 @on_ranks(2)
 def test_lightning_takes_local_steps_by_manual_optimization(rank: int, tmp_path: Path) -> None:
-    _as_torchrun(rank)
+    launch.enter(rank, 2, 0)
     from lightning.pytorch import LightningModule, Trainer
 
     from torch_powersgd.integrations.lightning import PowerSGDStrategy
@@ -393,7 +387,7 @@ def test_transformers_resumes_from_another_folder(rank: int, make: Any, tmp_path
     Each rank is the only one of its machine, which has folders of its own. The second training
     fails in its first attempt. Every model that is evaluated or saved is the same on all processes.
     """
-    _as_torchrun(rank)
+    launch.enter(rank, 2, 0)
     os.environ["LOCAL_RANK"] = "0"
     folder = tmp_path / str(rank)
     from transformers import Trainer, TrainerCallback, TrainingArguments
