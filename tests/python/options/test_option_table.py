@@ -67,12 +67,6 @@ def test_a_value_comes_back_from_the_core(name: str) -> None:
     assert from_core(to_core(options)) == options
 
 
-def test_the_page_has_the_fields() -> None:
-    page = (ROOT / "docs" / "options.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, flags=re.MULTILINE)
-    assert [name for name, _ in rows] == list(FIELDS)
-
-
 def _payload_bytes(options: tp.Options) -> int:
     compressor = _C.BucketCompressor([[96, 64], [16, 12], [7]], to_core(options), torch.float32)
     return compressor.payload_bytes

@@ -21,6 +21,10 @@ def make_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def backward(model: nn.Module, rank: int, i: int, scale: float = 1.0) -> None:
     """The gradients of a rank at a step, of a loss with this scale."""
     model.zero_grad()

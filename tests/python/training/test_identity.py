@@ -48,7 +48,7 @@ def identity(
     # again at every step.
     bound = TOLERANCE.get(dtype, STEPS / 4 * torch.finfo(dtype).eps / 2)
     ddp, compression = make_compressed(shapes, options, dtype, device=device)
-    ledger, outputs = Ledger(), []
+    ledger, outputs = Ledger(), list[torch.Tensor]()
     for i in range(STEPS):
         mine = gradients(shapes, rank, i, dtype)
         means = mean_gradients(shapes, dist.get_world_size(), i, dtype)
