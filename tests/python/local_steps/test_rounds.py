@@ -45,10 +45,6 @@ def _move(model: Synthetic, optimizer: torch.optim.Optimizer, rank: int, i: int)
     optimizer.step()
 
 
-def _values(model: Synthetic) -> Tensors:
-    return {name: parameter.detach().clone() for name, parameter in model.weights.items()}
-
-
 def _residuals(steps: tp.LocalSGD) -> Tensors:
     """What no round has sent yet of the movement, which is the negative change."""
     found: Tensors = {}
@@ -75,7 +71,7 @@ def test_nothing_is_lost(rank: int, world_size: int, turns: dict[str, Any]) -> N
         assert models_agree(model) is ("fragments" not in turns)
         steps.sync()
         assert models_agree(model)
-        ledger.outputs = {n: value.double() for n, value in _values(model).items()}
+        ledger.outputs = {n: p.detach().double() for n, p in model.weights.items()}
         residuals = _residuals(steps)
         assert residuals
         assert all(residual.norm() > 0.1 for residual in residuals.values())

@@ -93,17 +93,13 @@ def _anothers(states: list[State]) -> None:
     states[1:] = states[:1] * 2
 
 
-def _as_saved(states: list[State]) -> None:
-    """Only the options differ."""
-
-
 @pytest.mark.parametrize(
     ("spoil", "message", "world_size", "factors"),
     [
         (_anothers, "rank 1: .*must have the part 'process 1 of 2'.*process 0 of 2", 2, 2),
         (_one_older, "step is 4 on rank 0 and 3 on rank 1", 2, 2),
         (_renamed, "'weights.other' is not in the model", 2, 2),
-        (_as_saved, "saved with other options", 2, 3),
+        (list, "saved with other options", 2, 3),  # nothing is spoilt
         (_anothers, "'process 0 of 3'.*Saved without per_rank, it can be loaded by any", 3, 2),
     ],
 )

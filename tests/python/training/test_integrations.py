@@ -146,15 +146,18 @@ def test_a_trainer_without_ddp_is_refused(rank: int) -> None:
         callback.on_train_begin(None, None, None)
 
 
+def _accelerate(rank: int) -> tuple[Any, Any]:
+    """Accelerate's class, and what attaches its models."""
+    launch.enter(rank, 2, 0)
+    integration = import_module("torch_powersgd.integrations.accelerate")
+    return import_module("accelerate").Accelerator, integration.attach
+
+
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_compiles_a_model_and_frees_it_with_its_state(rank: int, tmp_path: Path) -> None:
     """Prepares a second compiled model instead of the first, as after an error of memory."""
-    launch.enter(rank, 2, 0)
-    from accelerate import Accelerator
-
-    from torch_powersgd.integrations.accelerate import attach
-
+    Accelerator, attach = _accelerate(rank)
     accelerator = Accelerator(cpu=True, dynamo_backend="eager")
     for _ in range(2):
         accelerator.free_memory()
@@ -173,11 +176,7 @@ def test_accelerate_compiles_a_model_and_frees_it_with_its_state(rank: int, tmp_
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_goes_from_plain_to_compressed_and_back(rank: int, tmp_path: Path) -> None:
-    launch.enter(rank, 2, 0)
-    from accelerate import Accelerator
-
-    from torch_powersgd.integrations.accelerate import attach
-
+    Accelerator, attach = _accelerate(rank)
     plain, compressed = Accelerator(cpu=True), Accelerator(cpu=True)
     for accelerator in (plain, compressed):
         ddp = accelerator.prepare(torch.nn.Linear(48, 48))
@@ -206,11 +205,7 @@ def test_accelerate_goes_from_plain_to_compressed_and_back(rank: int, tmp_path: 
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_finds_each_state_when_another_has_ended(rank: int, tmp_path: Path) -> None:
-    launch.enter(rank, 2, 0)
-    from accelerate import Accelerator
-
-    from torch_powersgd.integrations.accelerate import attach
-
+    Accelerator, attach = _accelerate(rank)
     accelerator, later = Accelerator(cpu=True), Accelerator(cpu=True)
     ddps = [accelerator.prepare(torch.nn.Linear(48, 16 * (i + 1))) for i in range(4)]
     first, second = (attach(accelerator, ddp, OPTIONS) for ddp in ddps[:2])
@@ -238,10 +233,7 @@ def test_accelerate_finds_each_state_when_another_has_ended(rank: int, tmp_path:
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_takes_local_steps(rank: int, tmp_path: Path) -> None:
-    launch.enter(rank, 2, 0)
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
+    accelerator = _accelerate(rank)[0](cpu=True)
     model = torch.nn.Linear(48, 48)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     ddp, optimizer = accelerator.prepare(model, sgd)
