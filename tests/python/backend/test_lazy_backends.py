@@ -57,11 +57,7 @@ def _compress(rank: int, group: dist.ProcessGroup | None = None) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "expected"),
-    [
-        ("cpu:gloo,cuda:powersgd", 1),
-        ("cpu:powersgd,cuda:gloo", 1),
-        ("powersgd", 2),
-    ],
+    [("cpu:gloo,cuda:powersgd", 1), ("cpu:powersgd,cuda:gloo", 1), ("powersgd", 2)],
 )
 @on_ranks(backend=None)
 def test_a_backend_wraps_one_of_each_device_that_it_serves(

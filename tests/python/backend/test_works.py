@@ -24,10 +24,7 @@ from support.synthetic import gradient
 # Nothing of an earlier call changes the result of a later one. The second column finds what a start
 # that is almost orthogonal to the matrix has missed.
 OPTIONS = tp.Options.hook_defaults(
-    matrix_approximation_rank=2,
-    start_powerSGD_iter=0,
-    use_error_feedback=False,
-    warm_start=False,
+    matrix_approximation_rank=2, start_powerSGD_iter=0, use_error_feedback=False, warm_start=False
 )
 
 

@@ -166,9 +166,7 @@ NAMED: dict[str, list[tuple[Place, str, str]]] = {
         (Q, "claims 2**50 rows", "with storage for all of its elements"),
         (Q, "no rows", "must be a matrix of 1 to 1024 rows"),
     ],
-    "attach, per rank": [
-        ((*FIRST, "memory"), "huge numbers", "must be finite in float32, got "),
-    ],
+    "attach, per rank": [((*FIRST, "memory"), "huge numbers", "must be finite in float32, got ")],
     "DiLoCo": [
         (("kind",), "text", "kind of the checkpoint must be 'DiLoCo', got 'text'"),
         (("fragments",), "empty dict", "fragments of the checkpoint must be a dict with '0'"),
@@ -235,8 +233,7 @@ def _address_space(more: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
-    [(("grad_scale",), "a fraction"), (Q, "large numbers")],
+    ("place", "value"), [(("grad_scale",), "a fraction"), (Q, "large numbers")]
 )
 @on_ranks(2)
 def test_ranks_with_different_states_are_refused(rank: int, place: Place, value: str) -> None:

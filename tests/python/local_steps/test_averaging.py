@@ -221,9 +221,7 @@ def test_what_cannot_be_stopped_is_refused(rank: int) -> None:
     delayed = _Net()
     named = [("last.weight", delayed.last.weight)]
     hooked = DistributedDataParallel(
-        delayed,
-        delay_all_reduce_named_params=named,
-        param_to_hook_all_reduce=delayed.first.weight,
+        delayed, delay_all_reduce_named_params=named, param_to_hook_all_reduce=delayed.first.weight
     )
     with pytest.raises(ValueError, match="do not work with DDP's delay_all_reduce_named_params"):
         tp.LocalSGD(hooked, torch.optim.SGD(hooked.parameters(), lr=0.01), EVERY)

@@ -16,10 +16,7 @@ from support.tensors import Shapes, Tensors
 
 
 def make_ddp(
-    shapes: Shapes,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    **ddp_arguments: Any,
+    shapes: Shapes, dtype: torch.dtype = torch.float32, device: str = "cpu", **ddp_arguments: Any
 ) -> DistributedDataParallel:
     """A DDP module of zeros."""
     parameters = {

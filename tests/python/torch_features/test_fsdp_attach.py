@@ -12,14 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_powersgd as tp
-from support.fsdp_pairs import (
-    WORLD_SIZE,
-    both,
-    make_pair,
-    on_mesh,
-    sharded,
-    step,
-)
+from support.fsdp_pairs import WORLD_SIZE, both, make_pair, on_mesh, sharded, step
 from support.meshes import mesh_of
 from support.paired_training import OPTIONS, WARM_UP
 from support.refusals import refuses
