@@ -77,6 +77,13 @@ def test_waiting_ends_with_the_groups_time_out(rank: int) -> None:
         store.wait(["done"])
 
 
+def test_absent_ranks_are_named_in_the_plural() -> None:
+    timeout = timedelta(seconds=0.1)
+    call = collective_call.CollectiveCall(dist.HashStore(), 0, range(4), "called attach", timeout)
+    with pytest.raises(ValueError, match="^ranks 1, 2, 3 have not called attach within"):
+        call.agree({}, lambda everyone: "")
+
+
 def _leave_after(store: dist.Store, ranks_: list[str]) -> None:
     store.wait(ranks_)
     os._exit(0)

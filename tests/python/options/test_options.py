@@ -128,10 +128,11 @@ def test_an_unknown_field_is_an_error() -> None:
 # The sources.
 
 
-@pytest.fixture(autouse=True)
-def _nothing_configured() -> Iterator[None]:
-    yield
+def test_what_is_configured_holds_until_it_is_taken_back() -> None:
+    tp.configure(tp.Options(min_numel=3))
+    assert resolve(None) == tp.Options(min_numel=3)
     tp.configure(None)
+    assert resolve(None) == tp.Options()
 
 
 @pytest.mark.parametrize("name", FIELDS)
