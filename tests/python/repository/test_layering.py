@@ -26,7 +26,7 @@ C10D = (
 )
 
 # The folders of csrc and include/powersgd from the lowest up: what each includes beside what lies
-# below it. Those of STAND_ALONE include nothing else of this project, but for core in the engine.
+# below it. Those of STAND_ALONE include nothing else of this project; the engine also has core.
 FOLDERS = {
     "core": STANDARD,
     "kernels": STANDARD,
