@@ -33,9 +33,10 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
+from support.ddp import make_attached, train
 from support.deadline import OPERATION
 from support.groups import compress
-from support.synthetic import gradient, gradients, make_attached, step
+from support.synthetic import gradient
 
 SHAPES = {"weight": (32, 48), "bias": (48,)}
 
@@ -65,10 +66,9 @@ def init(rank: int, store: str) -> None:
     dist.barrier()
 
 
-def train(rank: int) -> torch.nn.Module:
+def trained() -> torch.nn.Module:
     ddp = make_attached(SHAPES)
-    for i in range(3):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(3))
     return ddp
 
 
@@ -84,21 +84,20 @@ def reduces_and_destroys(rank: int) -> None:
 
 
 def trains_and_does_not_destroy(rank: int) -> None:
-    train(rank)
+    trained()
 
 
 def does_not_compress_and_does_not_destroy(rank: int) -> None:
     """A job that is too short for its warm-up."""
     ddp = make_attached(SHAPES, tp.Options.hook_defaults())
-    for i in range(3):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(3))
 
 
 def keeps_everything(rank: int) -> None:
     """The module, the group, works and futures are globals at the exit."""
     work = start_work(rank)
     future = work.get_future().then(lambda done: done.value()[0])
-    kept.extend([train(rank), dist.group.WORLD, work, future])
+    kept.extend([trained(), dist.group.WORLD, work, future])
 
 
 def destroys_and_keeps_everything(rank: int) -> None:

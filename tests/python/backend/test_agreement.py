@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import launch, ranks
+from support.ddp import make_ddp, step
 from support.deadline import UNLIMITED
 from support.groups import world
 from support.on_ranks import on_ranks
-from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relative_error, step
+from support.synthetic import SHAPES, gradients, mean_gradients
+from support.tensors import relative_error
 from torch_powersgd import agreement, collective_call
 from torch_powersgd.agreement import agree
 
@@ -32,38 +34,6 @@ def _hurry() -> None:
     """Lets the waits end sooner than a user's."""
     collective_call.PATIENCE = timedelta(seconds=0.3)
     collective_call.INTERVAL = timedelta(seconds=0.1)
-
-
-def _forgets_attach(rank: int) -> tuple[str, str]:
-    """The messages and errors of each rank if rank 2 trains without attach."""
-    _hurry()
-    ddp, raised = make_ddp(SHAPES), ""
-    wait, store = collective_call.CollectiveCall._wait, ranks.side_store()
-
-    def wait_together(call: collective_call.CollectiveCall, keys: list[str]) -> str:
-        """Waits once the other rank has called too, however late."""
-        store.set(f"{rank} waits", "1")
-        store.wait(["0 waits", "1 waits"])
-        return wait(call, keys)
-
-    collective_call.CollectiveCall._wait = wait_together  # type: ignore[assignment, method-assign]
-    with contextlib.redirect_stderr(io.StringIO()) as heard:
-        try:
-            if rank == 2:
-                step(ddp, gradients(SHAPES, rank, 0))
-            else:
-                tp.attach(ddp)
-        except (ValueError, RuntimeError) as error:
-            raised = str(error)
-    return raised, heard.getvalue()
-
-
-def test_every_waiting_rank_names_the_one_that_forgets_attach() -> None:
-    outcomes = ranks.outcomes(3, _forgets_attach, options=OPTIONS, op_timeout=4)
-    for rank, outcome in enumerate(outcomes[:2]):
-        raised, heard = outcome.value
-        assert f"rank 2 has not called attach; rank {rank} is waiting" in heard
-        assert "rank 2 has not called attach within 4 seconds" in raised
 
 
 class _Heard(io.StringIO):

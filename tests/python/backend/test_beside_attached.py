@@ -21,12 +21,13 @@ from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.call_observer import in_backward
+from support.backward import in_backward
+from support.ddp import make_ddp, step, weights_of
 from support.log_records import LogRecords
 from support.models import SyncedNorm
 from support.on_ranks import on_ranks
-from support.paired_training import same
-from support.synthetic import Shapes, Synthetic, gradient, gradients, make_ddp, step, weights_of
+from support.synthetic import Synthetic, gradient, gradients
+from support.tensors import Shapes, same
 
 STEPS = 4  # a flat gradient would be compressed from its third pass on
 MIN_NUMEL = 4096

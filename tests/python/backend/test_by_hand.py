@@ -18,13 +18,13 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.call_observer import compressed_calls, gloo
-from support.on_ranks import on_ranks
-from support.paired_training import digest, same
-from support.synthetic import SHAPES, Ledger, Tensors, gradient, gradients, mean_gradients
+from support.groups import compressed_calls, gloo
+from support.ledger import TOLERANCE, Ledger
+from support.on_ranks import all_agree, on_ranks
+from support.synthetic import SHAPES, gradient, gradients, mean_gradients
+from support.tensors import Tensors, digest, same
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2, min_numel=64)
-TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 # As in test_identity, gradients that are almost zero let the residual drain. Each step takes two of
 # at most 16 dimensions.
 STEPS, DRAIN_STEPS, QUIET = 6, 24, 1e-20
@@ -50,9 +50,8 @@ def test_a_loop_over_gradients_delivers_everything_in_the_end(rank: int) -> None
         if i == STEPS - 1:
             delayed = {name: error for name, error in ledger.errors().items() if error > 0.05}
             assert delayed.keys() == {"conv", "wide", "tall"}, "compression delays"
-        dist.all_gather_object(digests := [""] * 3, digest(found.values()))
-        assert len(set(digests)) == 1
-    assert max(ledger.errors().values()) < TOLERANCE, ledger.errors()
+        assert all_agree(digest(found.values()))
+    assert max(ledger.errors().values()) < TOLERANCE[torch.float32], ledger.errors()
     assert compressed_calls() == 3 * (STEPS + DRAIN_STEPS - OPTIONS.start_powerSGD_iter)
 
 
@@ -101,8 +100,7 @@ def test_post_local_sgd_averages_parameters_exactly(rank: int) -> None:
         ddp(gradient((6, 24), "input", rank, i)).square().mean().backward()
         optimizer.step()
         calls.append(compressed_calls())
-        dist.all_gather_object(digests := ["", ""], digest(net.parameters()))
         averages = i < LOCAL_FROM or (i - LOCAL_FROM) % 3 == 0
-        assert (digests[0] == digests[1]) == averages
+        assert all_agree(digest(net.parameters())) == averages
     assert calls[LOCAL_FROM - 1] > 0  # flat gradients
     assert calls[LOCAL_FROM] == calls[-1]  # and no parameters

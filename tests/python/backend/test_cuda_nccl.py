@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
-from support.cuda_ranks import WORLD_SIZE, bits, needs_cuda, options_of, run
+from support.cuda_ranks import WORLD_SIZE, needs_cuda, options_of, run
 from support.groups import compress, world
 from support.synthetic import gradient
+from support.tensors import bits
 
 pytestmark = needs_cuda
 

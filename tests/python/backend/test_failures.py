@@ -14,16 +14,11 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_attached, train
 from support.deadline import UNLIMITED
 from support.groups import compress, world
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    SHAPES,
-    gradient,
-    gradients,
-    make_attached,
-    step,
-)
+from support.synthetic import SHAPES, gradient
 
 OPTIONS = tp.Options.hook_defaults(
     start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=4096
@@ -38,12 +33,7 @@ def _set_timeout(seconds: float) -> None:
 
 def _train_until_an_error(rank: int, waits: bool) -> None:
     ddp, store = make_attached(SHAPES), ranks.side_store()
-
-    def train(steps: int) -> None:
-        for i in range(steps):
-            step(ddp, gradients(SHAPES, rank, i))
-
-    train(3)
+    train(ddp, range(3))
     store.set(f"rank {rank} has trained", "1")
     store.wait([f"rank {other} has trained" for other in range(3)])
     _set_timeout(OP_TIMEOUT)
@@ -51,7 +41,7 @@ def _train_until_an_error(rank: int, waits: bool) -> None:
         time.sleep(0.3 * waits)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError):
-        train(100)
+        train(ddp, range(100))
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["at-once", "while-others-wait"])

@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_attached
 from support.groups import backend_of_world, compress, world
 from support.on_ranks import on_ranks
-from support.synthetic import SHAPES, gradient, make_attached
+from support.synthetic import SHAPES, gradient
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, inner="gloo")
 
@@ -56,11 +57,7 @@ def _compress(rank: int, group: dist.ProcessGroup | None = None) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "expected"),
-    [
-        ("cpu:gloo,cuda:powersgd", 1),
-        ("cpu:powersgd,cuda:gloo", 1),
-        ("powersgd", 2),
-    ],
+    [("cpu:gloo,cuda:powersgd", 1), ("cpu:powersgd,cuda:gloo", 1), ("powersgd", 2)],
 )
 @on_ranks(backend=None)
 def test_a_backend_wraps_one_of_each_device_that_it_serves(

@@ -19,19 +19,11 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 
 import torch_powersgd as tp
 from support import ranks
-from support.call_observer import exception_of
+from support.ddp import make_attached, make_compressed, make_ddp, step
 from support.deadline import OPERATION, UNLIMITED
-from support.groups import backend_of_world, compress, world
+from support.groups import backend_of_world, compress, exception_of, world
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    SHAPES,
-    gradient,
-    gradients,
-    make_attached,
-    make_compressed,
-    make_ddp,
-    step,
-)
+from support.synthetic import SHAPES, gradient, gradients
 from torch_powersgd._backend import create
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0)

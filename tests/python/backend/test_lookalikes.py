@@ -10,9 +10,11 @@ import pytest
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_ddp, step
+from support.ledger import Ledger
 from support.log_records import LogRecords
 from support.on_ranks import on_ranks
-from support.synthetic import Ledger, gradients, make_ddp, mean_gradients, step
+from support.synthetic import gradients, mean_gradients
 
 SHAPES = {"a": (25, 30), "bias": (30,), "b": (25, 20)}
 # In steps whose gradients are almost zero, the residual of an earlier step would show.

@@ -19,7 +19,8 @@ import torch_powersgd as tp
 from support import ranks
 from support.groups import backend_of_world, compress, world
 from support.on_ranks import on_ranks
-from support.synthetic import gradient, sum_of
+from support.synthetic import gradient
+from support.tensors import sum_of
 from torch_powersgd import _core
 from torch_powersgd._backend import _create_inner
 from torch_powersgd._core import _C

@@ -16,19 +16,15 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
-from support.call_observer import exception_of
 from support.deadline import UNLIMITED
-from support.groups import compress
+from support.groups import compress, exception_of
 from support.on_ranks import on_ranks
 from support.synthetic import gradient
 
 # Nothing of an earlier call changes the result of a later one. The second column finds what a start
 # that is almost orthogonal to the matrix has missed.
 OPTIONS = tp.Options.hook_defaults(
-    matrix_approximation_rank=2,
-    start_powerSGD_iter=0,
-    use_error_feedback=False,
-    warm_start=False,
+    matrix_approximation_rank=2, start_powerSGD_iter=0, use_error_feedback=False, warm_start=False
 )
 
 

@@ -14,20 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_attached, make_compressed, make_ddp, step
 from support.models import Spectral
-from support.paired_training import same
-from support.synthetic import (
-    COMPRESSED,
-    SHAPES,
-    Tensors,
-    gradient,
-    gradients,
-    make_attached,
-    make_compressed,
-    make_ddp,
-    mean_gradients,
-    step,
-)
+from support.synthetic import COMPRESSED, SHAPES, gradient, gradients, mean_gradients
+from support.tensors import Tensors, same
 from torch_powersgd.cli.plan import rows_of
 
 STEPS = 5

@@ -69,13 +69,6 @@ def test_a_manifest_has_what_its_kind_needs(name: str) -> None:
             assert all(_values(manifest, path)), path
 
 
-def test_kubernetes_accepts_the_job() -> None:
-    kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    for manifest in _manifests("job.yaml"):
-        version = kubernetes_validate.latest_version()
-        kubernetes_validate.validate(manifest, version, strict=True)
-
-
 def _torchrun(words: list[str]) -> argparse.Namespace:
     """What torchrun makes of its arguments."""
     arguments: argparse.Namespace = get_args_parser().parse_args(words)
@@ -125,12 +118,6 @@ def _submit(folder: Path) -> list[str]:
     assert ended.returncode == 0, ended.stderr
     assert not ended.stderr
     return ended.stdout.splitlines()
-
-
-def test_the_batch_script_is_bash() -> None:
-    assert (CLUSTER / "train.sbatch").read_text().startswith("#!/bin/bash\n")
-    checked = subprocess.run(["bash", "-n", str(CLUSTER / "train.sbatch")], capture_output=True)
-    assert checked.returncode == 0, checked.stderr
 
 
 def test_the_nodes_of_slurm_meet(tmp_path: Path) -> None:

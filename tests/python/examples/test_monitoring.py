@@ -67,11 +67,6 @@ def _log_offline() -> None:
     runpy.run_path(str(EXAMPLES / "with_wandb.py"))
 
 
-@pytest.mark.parametrize("tool", ["prometheus", "wandb"])
-def test_an_example_for_a_tool_is_short(tool: str) -> None:
-    assert len((EXAMPLES / f"with_{tool}.py").read_text().splitlines()) <= 40
-
-
 def test_wandb_has_the_statistics_of_each_layer(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     first, second = launch.run(2, _log_offline, folder=tmp_path)

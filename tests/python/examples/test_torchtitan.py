@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import launch, ranks
 from support.log_records import LogRecords
-from support.paired_training import digest
 from support.repository import ROOT
-from support.synthetic import from_bytes, relative_error, to_bytes
+from support.states import from_bytes, to_bytes
+from support.tensors import digest, relative_error
 from support.torchrun import torchrun
 
 EXAMPLES = ROOT / "examples"

@@ -15,7 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torchft.local_sgd import DiLoCo
 
 from support.deadline import OPERATION
-from support.synthetic import SHAPES, Synthetic, Tensors, add_to, gradients, own_residuals_of
+from support.ledger import own_residuals_of
+from support.synthetic import SHAPES, Synthetic, gradients
+from support.tensors import Tensors, add_to
 from torch_powersgd.integrations.torchft import DistributedDataParallel, ProcessGroupPowerSGD
 from torch_powersgd.targets import shard_of
 

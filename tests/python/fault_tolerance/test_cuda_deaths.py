@@ -9,7 +9,7 @@ from support.cuda_ranks import needs_cuda
 
 pytest.importorskip("torchft")
 
-from replicas import Death, Kind
+from replica import Death, Kind
 from test_deaths import EVERY, train_through
 
 pytestmark = needs_cuda

@@ -22,7 +22,8 @@ from support.repository import ROOT
 
 pytest.importorskip("torchft")
 
-from replicas import HEALING, PLACES, SHARING, Death, Kind, Replicas
+from replica import HEALING, PLACES, SHARING, Death, Kind
+from replicas import Replicas
 from torchft.coordination import LighthouseServer
 from torchft.manager import WorldSizeMode
 

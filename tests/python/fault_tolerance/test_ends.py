@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import ErrorType, HashStore
 from torchft.process_group import ProcessGroupWrapper
 
 from support.on_ranks import on_ranks
-from support.synthetic import Tensors
+from support.tensors import Tensors
 from torch_powersgd import _backend
 from torch_powersgd._core import _C
 from torch_powersgd.integrations.torchft import (

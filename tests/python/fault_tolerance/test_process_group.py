@@ -20,16 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torchft.local_sgd import DiLoCo
 
+from support.ledger import TOLERANCE
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    COMPRESSED,
-    SHAPES,
-    TOLERANCE,
-    Tensors,
-    add_to,
-    gradients,
-    relative_error,
-)
+from support.synthetic import COMPRESSED, SHAPES, gradients
+from support.tensors import Tensors, add_to, relative_error
 from torch_powersgd.integrations.torchft import ProcessGroupPowerSGD
 
 

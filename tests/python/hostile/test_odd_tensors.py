@@ -27,10 +27,6 @@ from support.state_damage import Subclass
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _imaginary(x: torch.Tensor) -> torch.Tensor:
-    return torch.complex(x, x).conj().imag
-
-
 def _inference(x: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         return x.clone() * 1
@@ -73,7 +69,7 @@ KINDS: dict[str, Make] = {
     "complex": lambda x: x.to(torch.complex64),
     "conjugated": lambda x: x.to(torch.complex64).conj(),
     "negated": lambda x: torch._neg_view(x),
-    "imaginary part": _imaginary,
+    "imaginary part": lambda x: torch.complex(x, x).conj().imag,
     "NaN": lambda x: x * torch.nan,
     "infinite": lambda x: x / 0,
     "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),

@@ -10,8 +10,8 @@ from torch import nn
 import torch_powersgd as tp
 from support.cuda_ranks import needs_cuda, options_of, run
 from support.on_ranks import models_agree
-from support.paired_training import same
 from support.synthetic import gradient
+from support.tensors import same
 
 pytestmark = needs_cuda
 

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support.on_ranks import all_agree, on_ranks
-from support.paired_training import same
-from support.synthetic import gradient, relative_error
+from support.synthetic import gradient
+from support.tensors import relative_error, same
 
 EVERY = 3
 OPTIONS = {"matrix_approximation_rank": 2}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from support.local_job import EVERY, Job
 from support.on_ranks import all_agree, models_agree, on_ranks
-from support.paired_training import same
+from support.tensors import same
 
 KINDS = pytest.mark.parametrize(
     "others", [{"fragments": 1}, {"fragment_sync_delay": 3}], ids=["", "in flight"]

@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
+import sys
+import weakref
 from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.local_job import EVERY, OPTIONS, backward, make_net
+from support.local_job import EVERY, OPTIONS, backward, make_net, sgd, take_step
 from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
-from support.paired_training import same
-from support.synthetic import gradient, relative_error
+from support.synthetic import gradient
+from support.tensors import relative_error, same
+from torch_powersgd import grad_scaler
 
 
 def _two(model: nn.Sequential) -> list[torch.optim.Optimizer]:
@@ -106,18 +112,16 @@ class _Lookahead(torch.optim.Optimizer):
 @on_ranks(2)
 def test_a_round_follows_the_step_of_a_wrapper(rank: int, has_hooks: bool) -> None:
     model = make_net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = _Lookahead(sgd, has_hooks)
-    torch.optim.lr_scheduler.ConstantLR(sgd)
+    inner = sgd(model)
+    optimizer = _Lookahead(inner, has_hooks)
+    torch.optim.lr_scheduler.ConstantLR(inner)
     steps = tp.LocalSGD(model, optimizer, 3, OPTIONS, warmup_steps=0)
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps step, too
     for i in range(6):
-        backward(model, rank, i)
-        optimizer.step()
+        take_step(model, optimizer, rank, i)
         assert models_agree(model) is (i % 3 == 2)
     steps.detach()
-    backward(model, rank, 0)
-    optimizer.step()
+    take_step(model, optimizer, rank, 0)
     assert steps.stats()["steps"] == 6
 
 
@@ -135,13 +139,12 @@ def test_an_optimizer_that_takes_no_steps_is_noticed(rank: int) -> None:
 @on_ranks(2)
 def test_creation_in_inference_mode_spoils_nothing(rank: int) -> None:
     model = make_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5)
     with torch.inference_mode():
         steps = tp.DiLoCo(model, optimizer, outer, 2, OPTIONS, warmup_steps=1)
     for i in range(7):
-        backward(model, rank, i)
-        optimizer.step()
+        take_step(model, optimizer, rank, i)
     assert models_agree(model)
     steps.detach()
 
@@ -173,8 +176,7 @@ def test_an_optimizer_that_holds_weights_is_named(rank: int) -> None:
         optimizer = kind(model.parameters(), lr=0.01)
         with tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0):
             for i in range(2 * EVERY):
-                backward(model, rank, i)
-                optimizer.step()
+                take_step(model, optimizer, rank, i)
         found = records.matching(f"{kind.__name__} holds weights of its own")
         assert len(found) == (holds and rank == 0), kind
 
@@ -211,3 +213,65 @@ def test_frozen_parameters_that_change_are_averaged_at_the_end(rank: int) -> Non
         assert relative_error(parameter, wanted) < 3e-7, name
     assert models_agree(model)
     assert same(model["base"].parameters(), base)  # a mean of three equal numbers may differ
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["skipped by the scaler", "by the optimizer"])
+@on_ranks(2)
+def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool) -> None:
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0, scaler=scaler)
+    for i in range(3 * EVERY):
+        backward(model, rank, i, float(scaler.scale(torch.ones(()))))
+        if rank == 1 and i % 5 == 2:
+            list(model.parameters())[0].grad.fill_(torch.inf)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+        assert models_agree(model) is ((i + 1) % EVERY == 0)
+    assert steps.stats()["steps"] == 3 * EVERY
+    copied = copy.deepcopy(scaler)  # for another training, whose steps do not count here
+    steps.detach()
+    for other in (copied, scaler):
+        backward(model, rank, 0, float(other.scale(torch.ones(()))))
+        other.step(optimizer)
+        other.update()
+    assert steps.stats()["steps"] == 3 * EVERY
+    fragment = weakref.ref(steps._fragments[0])
+    del steps
+    gc.collect()
+    assert fragment() is None  # although the scaler lives
+
+
+@on_ranks(2)
+def test_a_scaler_counts_what_it_skips_after_a_step_without_it(rank: int) -> None:
+    model = make_net()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=8.0)
+    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0, scaler=scaler)
+    for i in range(EVERY):
+        backward(model, rank, i, float(scaler.scale(torch.ones(()))))
+        if i % 2 == 0:  # on all ranks
+            optimizer.step()
+            continue
+        if rank == 1:
+            list(model.parameters())[0].grad.fill_(torch.inf)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+    assert steps.stats()["steps"] == EVERY
+    assert models_agree(model)
+
+
+@on_ranks(1)
+def test_one_scaler_serves_any_number_of_trainings(rank: int) -> None:
+    """It forgets those that have ended. Each wrapper of its own would take a frame of the stack."""
+    model, scaler = make_net(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    ddp = DistributedDataParallel(make_net())
+    optimizer, of_ddp = sgd(model), sgd(ddp)
+    for _ in range(sys.getrecursionlimit() // 2):
+        tp.LocalSGD(model, optimizer, EVERY, scaler=scaler).detach()
+        tp.attach(ddp, scaler=scaler).detach()
+    gc.collect()
+    for module, stepped in ((model, optimizer), (ddp, of_ddp)):
+        backward(module, rank, 0, float(scaler.scale(outputs=torch.ones(()))))
+        scaler.step(stepped)
+    assert all(not kept.step for kept in [grad_scaler._wrapped[scaler]])

@@ -16,19 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support.ddp import step
+from support.ledger import TOLERANCE, Ledger, residuals_of
 from support.on_ranks import all_agree, models_agree, on_ranks
-from support.synthetic import (
-    SHAPES,
-    TOLERANCE,
-    Ledger,
-    Synthetic,
-    Tensors,
-    gradient,
-    gradients,
-    relative_error,
-    residuals_of,
-    step,
-)
+from support.synthetic import SHAPES, Synthetic, gradient, gradients
+from support.tensors import Tensors, relative_error
 
 EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}
@@ -51,10 +43,6 @@ def _move(model: Synthetic, optimizer: torch.optim.Optimizer, rank: int, i: int)
         parameter = model.weights[name]
         parameter.grad = -value.to(parameter.dtype)
     optimizer.step()
-
-
-def _values(model: Synthetic) -> Tensors:
-    return {name: parameter.detach().clone() for name, parameter in model.weights.items()}
 
 
 def _residuals(steps: tp.LocalSGD) -> Tensors:
@@ -83,7 +71,7 @@ def test_nothing_is_lost(rank: int, world_size: int, turns: dict[str, Any]) -> N
         assert models_agree(model) is ("fragments" not in turns)
         steps.sync()
         assert models_agree(model)
-        ledger.outputs = {n: value.double() for n, value in _values(model).items()}
+        ledger.outputs = {n: p.detach().double() for n, p in model.weights.items()}
         residuals = _residuals(steps)
         assert residuals
         assert all(residual.norm() > 0.1 for residual in residuals.values())

@@ -13,16 +13,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from support import ranks
+from support.ledger import TOLERANCE, residuals_of
 from support.local_job import EVERY, Job
 from support.on_ranks import models_agree, on_ranks
-from support.paired_training import same
-from support.synthetic import (
-    TOLERANCE,
-    from_bytes,
-    relative_error,
-    residuals_of,
-    to_bytes,
-)
+from support.states import from_bytes, to_bytes
+from support.tensors import relative_error, same
 
 
 @pytest.mark.parametrize("outer", [False, True], ids=["LocalSGD", "DiLoCo"])

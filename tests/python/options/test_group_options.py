@@ -11,14 +11,10 @@ import torch
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_ddp
 from support.on_ranks import on_ranks
-from support.synthetic import SHAPES, make_ddp
+from support.synthetic import SHAPES
 from torch_powersgd import _C
-
-
-def _text_of(value: object) -> str:
-    return str(value).removeprefix("torch.")
-
 
 # Every source, the highest first, gives one field more than the one above it. A field that no
 # source gives has its default.
@@ -80,8 +76,8 @@ def test_ranks_that_disagree_all_get_the_same_error(
 ) -> None:
     message = _one_error([{field: value} for value in values])
     other = next(rank for rank in range(3) if values[rank] != values[0])
-    for part in (field, f"rank {other}", "rank 0", *map(_text_of, (values[0], values[other]))):
-        assert part in message
+    texts = [str(values[rank]).removeprefix("torch.") for rank in (0, other)]
+    assert all(part in message for part in (field, f"rank {other}", "rank 0", *texts))
 
 
 def test_ranks_with_other_kernels_all_get_an_error_before_their_options() -> None:

@@ -57,10 +57,6 @@ SHARED = [
 BAD = [(name, value) for name, (_, _, bad) in VALUES.items() for value in bad]
 
 
-def _text_of(value: object) -> str:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
-
-
 def test_every_field_is_covered() -> None:
     assert VALUES.keys() == FIELDS.keys()
 
@@ -92,7 +88,7 @@ def test_refuses_a_bad_value(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"\b{name}\b") as raised:
         tp.Options(**{name: value})
     message = str(raised.value)
-    assert _text_of(value) in message, "names the value"
+    assert str(value).removeprefix("torch.") in message, "names the value"
     assert re.search(r"must be .+", message.split(", got")[0]), "names what is allowed"
 
 
@@ -132,10 +128,11 @@ def test_an_unknown_field_is_an_error() -> None:
 # The sources.
 
 
-@pytest.fixture(autouse=True)
-def _nothing_configured() -> Iterator[None]:
-    yield
+def test_what_is_configured_holds_until_it_is_taken_back() -> None:
+    tp.configure(tp.Options(min_numel=3))
+    assert resolve(None) == tp.Options(min_numel=3)
     tp.configure(None)
+    assert resolve(None) == tp.Options()
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -192,19 +189,6 @@ def test_an_unknown_variable_is_warned_of_once(
     monkeypatch.setenv("LOCAL_RANK", "1")
     resolve(None)
     assert caplog.records == [record], "one rank of a machine warns"
-
-
-def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve(None) == tp.Options()
-    monkeypatch.setenv("POWERSGD_MATRIX_APPROXIMATION_RANK", "2")
-    monkeypatch.setenv("POWERSGD_MIN_NUMEL", "22")
-    assert resolve(None) == tp.Options(matrix_approximation_rank=2, min_numel=22)
-    tp.configure(tp.Options(matrix_approximation_rank=3))
-    assert resolve(None) == tp.Options(matrix_approximation_rank=3)
-    given = tp.Options(random_seed=4)
-    assert resolve(given) is given
-    tp.configure(None)
-    assert resolve(None) == tp.Options(matrix_approximation_rank=2, min_numel=22)
 
 
 def test_from_hook_state() -> None:

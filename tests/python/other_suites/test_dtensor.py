@@ -7,20 +7,18 @@ The model comes from the helpers of torch's own tests.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import torch_powersgd as tp
 from support import ranks
+from support.tensors import bits
 
 pytest.importorskip("expecttest", reason="the helpers of torch's tests need expecttest")
 
@@ -39,10 +37,6 @@ def _mesh(backend: Any) -> DeviceMesh:
     )
 
 
-def _bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().numpy().tobytes()
-
-
 def _redistributed(mesh: DeviceMesh) -> Iterator[bytes]:
     torch.manual_seed(dist.get_rank())
     for shape in ((12, 9), (5, 7)):
@@ -56,8 +50,8 @@ def _redistributed(mesh: DeviceMesh) -> Iterator[bytes]:
                 moved = tensor.redistribute(mesh, [target])
                 moved.to_local().square().sum().backward()
                 assert local.grad is not None
-                yield _bits(moved.to_local())
-                yield _bits(local.grad)
+                yield bits(moved.to_local())
+                yield bits(local.grad)
 
 
 def _dtensors(rank: int) -> list[list[bytes]]:
@@ -104,7 +98,7 @@ def _steps(rank: int, mixed: bool) -> list[list[bytes]]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for i in range(4):
             _step(model, optimizer, i)
-        found.append([_bits(p.full_tensor()) for p in model.parameters()])
+        found.append([bits(p.full_tensor()) for p in model.parameters()])
     return found
 
 
@@ -115,29 +109,3 @@ def test_sharded_steps_have_the_bits_of_gloo(world_size: int, mixed: bool) -> No
     for over_gloo, ours in results:
         assert ours == over_gloo
         assert ours == results[0][1]
-
-
-def _round_trip(rank: int, folder: str) -> list[list[bytes]]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found = []
-    for trained in (True, False):
-        model = _sharded(mesh, mixed=False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for i in range(2 if trained else 1):
-            _step(model, optimizer, i)
-        weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments}
-        if trained:
-            dcp.save(state, checkpoint_id=folder)
-        else:
-            dcp.load(state, checkpoint_id=folder)
-            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        _step(model, optimizer, 2)
-        found.append([_bits(p.full_tensor()) for p in model.parameters()])
-    return found
-
-
-def test_a_distributed_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """The default group is of this backend, and so are the collectives of the checkpoint."""
-    for went_on, loaded in ranks.run(2, _round_trip, str(tmp_path)):
-        assert loaded == went_on

@@ -75,10 +75,7 @@ def _suite(world_size: int) -> Any:
     sync: Any = distributed_test.Barrier.sync
     sync.__func__.__defaults__ = (None, OPERATION)
 
-    class Suite(
-        distributed_test.TestDistBackend,
-        distributed_test.DistributedTest._DistTestBase,
-    ):
+    class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         in_ranks: Callable[[], None]
 
         def setUp(self) -> None:

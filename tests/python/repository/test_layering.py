@@ -14,7 +14,6 @@ import pytest
 from support.repository import ROOT
 
 SOURCE_SUFFIXES = {".h", ".inl", ".cpp", ".cu", ".cuh", ".py", ".pyi"}
-STAGES = ["project", "orthogonalize", "back_project", "reconstruct"]
 
 # Other headers than this project's. One of the C++ library has neither a slash nor a suffix.
 STANDARD = r"[a-z_0-9]+"
@@ -27,7 +26,7 @@ C10D = (
 )
 
 # The folders of csrc and include/powersgd from the lowest up: what each includes beside what lies
-# below it. Those of STAND_ALONE include nothing else of this project, except core in the engine.
+# below it. Those of STAND_ALONE include nothing else of this project; the engine also has core.
 FOLDERS = {
     "core": STANDARD,
     "kernels": STANDARD,
@@ -228,51 +227,6 @@ def test_a_wrong_include_is_found(tmp_path: Path, path: str, include: str) -> No
         (tmp_path / file).touch()
     (tmp_path / path).write_text(f"#include <vector>\n#include {include}\n")
     assert len(wrong_includes(tmp_path)) == 1
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import numpy as np",
-        "from torch.nn import functional",
-        "from torch_powersgd import _C",
-        "from . import _C",
-        "from torch_powersgd import cli",
-        "from torch_powersgd.cli.footprint import footprint_of",
-        "import rich.table",
-    ],
-)
-def test_a_wrong_import_is_found(tmp_path: Path, source: str) -> None:
-    file = tmp_path / "python" / "torch_powersgd" / "stats.py"
-    file.parent.mkdir(parents=True)
-    file.write_text(f"import torch\n{source}\n")
-    assert wrong_imports(tmp_path) != []
-
-
-def test_a_private_use_is_found(tmp_path: Path) -> None:
-    folder = tmp_path / "python"
-    folder.mkdir()
-    (folder / "one.py").write_text("def _f(): pass\nclass C:\n    def _g(self): self._h = _f()\n")
-    (folder / "two.py").write_text("from one import _f\n\nc._g()\nc._h = c._of_torch\n")
-    uses = sorted(use.partition(":")[2] for use in private_uses(tmp_path))
-    assert uses == ["1 uses _f", "3 uses _g", "4 uses _h"]
-
-
-def test_a_circle_of_imports_is_found(tmp_path: Path) -> None:
-    folder = tmp_path / "python" / "torch_powersgd"
-    folder.mkdir(parents=True)
-    (folder / "stats.py").write_text("from torch_powersgd import log\n")
-    (folder / "log.py").write_text("def f():\n    from torch_powersgd.stats import x\n")
-    assert {"torch_powersgd.stats", "torch_powersgd.log"} == set(import_circle(tmp_path))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_has_one_basename_everywhere(stage: str) -> None:
-    assert (ROOT / "csrc/kernels/cpu" / f"{stage}.inl").is_file()
-    assert (ROOT / "tests/cpp/kernels" / f"test_{stage}.cpp").is_file()
-    cuda = ROOT / "csrc/kernels/cuda"
-    if any(cuda.glob("*.cu")):
-        assert (cuda / f"{stage}.cu").is_file()
 
 
 def test_every_source_file_names_its_license() -> None:

@@ -11,15 +11,10 @@ import torch
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_compressed, step, train
+from support.ledger import own_residuals_of
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    COMPRESSED,
-    SHAPES,
-    gradients,
-    make_compressed,
-    own_residuals_of,
-    step,
-)
+from support.synthetic import COMPRESSED, SHAPES, gradients
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 FIELDS = {
@@ -77,8 +72,7 @@ def test_norms_of_the_last_step(world_size: int, fields: dict[str, Any], rel: fl
 @on_ranks(options=OPTIONS)
 def test_bytes_of_each_layer_and_flat_names(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES)
-    for i in range(3):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(3))
     layers = _layers(compression)
     assert layers.keys() == SHAPES.keys()
     sent = {"conv": (16 + 75) * 2, "wide": (12 + 41) * 2, "tall": (50 + 9) * 2}
@@ -97,8 +91,7 @@ def test_bytes_of_each_layer_and_flat_names(rank: int) -> None:
 @on_ranks(options=OPTIONS)
 def test_a_step_that_delivered_nothing_captured_nothing(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES, find_unused_parameters=True)
-    for i in range(3):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(3))
     used = gradients(SHAPES, rank, 3)
     del used["wide"]
     step(ddp, used)
@@ -113,8 +106,7 @@ def test_a_step_that_delivered_nothing_captured_nothing(rank: int) -> None:
 @on_ranks(options=dataclasses.replace(OPTIONS, use_error_feedback=False))
 def test_without_error_feedback_nothing_is_known_of_m(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES)
-    for i in range(3):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(3))
     layer = _layers(compression)["wide"]
     assert layer["captured"] is None
     assert layer["residual"] == 0

@@ -12,17 +12,11 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.backward import reduce_in_backward
+from support.ddp import make_attached, make_ddp, step, train
 from support.log_records import LogRecords
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    SHAPES,
-    gradient,
-    gradients,
-    make_attached,
-    make_ddp,
-    reduce_in_backward,
-    step,
-)
+from support.synthetic import SHAPES, gradient
 
 STARTS = r"compression starts at step (\d+)"
 STATISTICS = r"(\d+) steps \((\d+) skipped\).*ratio ([\d.]+)"
@@ -37,11 +31,9 @@ def test_the_configuration_once_when_compression_starts(rank: int) -> None:
     records = LogRecords()
     ddp = make_attached(SHAPES)
     records.seen.clear()  # the messages of attach
-    for i in range(3):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(3))
     assert records.seen == []
-    for i in range(5):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(5))
     ((level, match),) = records.matching(STARTS)
     assert (level, match[1]) == ("INFO", "3")
     message = match.string
@@ -58,8 +50,7 @@ def test_the_configuration_once_when_compression_starts(rank: int) -> None:
 def test_statistics_every_n_steps(rank: int) -> None:
     records = LogRecords()
     ddp = make_attached(SHAPES)
-    for i in range(11):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(11))
     found = records.matching(STATISTICS)
     assert [(level, match[1], match[2]) for level, match in found] == [
         ("INFO", "4", "0"),
@@ -92,8 +83,7 @@ def test_the_advice_to_attach_once(rank: int) -> None:
 def test_no_advice_where_there_is_nothing_to_attach(rank: int) -> None:
     ddp = make_attached(SHAPES)
     records = LogRecords()
-    for i in range(3):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(3))
     with tp.scope("always"):  # the caller asked for compression, so this is no unattached module
         dist.all_reduce(gradient([64, 64], rank))
     assert records.matching("attach") == []
@@ -103,8 +93,7 @@ def test_no_advice_where_there_is_nothing_to_attach(rank: int) -> None:
 def test_silence_when_nothing_is_compressed(rank: int) -> None:
     records = LogRecords()
     ddp = make_ddp(SHAPES)
-    for i in range(3):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(3))
     assert records.seen == []
 
 

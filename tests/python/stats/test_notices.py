@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_compressed, make_ddp, step, train
 from support.on_ranks import on_ranks
-from support.synthetic import gradients, make_compressed, make_ddp, step
+from support.synthetic import gradients
 from torch_powersgd.units import size_text
 
 # Rank 2 compresses the two weights of 128 x 64 and 32 x 144, but no bias and no small weight.
@@ -134,8 +135,7 @@ def _short_job(rank: int, attached: bool, steps: int, read: bool) -> tuple[str, 
     if attached:
         with contextlib.redirect_stderr(io.StringIO()):
             stats = tp.attach(ddp).stats
-    for i in range(steps):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(steps))
     said = [_heard(stats) if read else "" for _ in range(2)]
     return said[0], said[1], _heard(dist.destroy_process_group)
 

@@ -8,15 +8,11 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
+from support.backward import reduce_in_backward
+from support.ddp import make_compressed, step, train
+from support.ledger import residuals_of
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    gradient,
-    gradients,
-    make_compressed,
-    reduce_in_backward,
-    residuals_of,
-    step,
-)
+from support.synthetic import gradient, gradients
 
 # At rank 2 there are a 128 x 64 weight, its bias, a 32 x 144 convolution, and a weight too small to
 # pay.
@@ -100,8 +96,7 @@ def test_bytes_of_flat_tensors(rank: int) -> None:
 @on_ranks(options=tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2))
 def test_bytes_of_several_buckets(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES, bucket_cap_mb=1e-6)  # one for each parameter
-    for i in range(4):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(4))
     before = compression.stats()
     step(ddp, gradients(SHAPES, rank, 4))
     now = compression.stats()
@@ -141,8 +136,7 @@ def test_each_model_has_counts_of_its_own_and_the_group_has_all(rank: int) -> No
     other = {"weight": (40, 50)}
     (first, of_first), (second, of_second) = make_compressed(SHAPES), make_compressed(other)
     fresh = of_second.stats()
-    for i in range(2):
-        step(first, gradients(SHAPES, rank, i))
+    train(first, range(2))
     assert of_first.stats()["compressed_calls"] == of_first.stats()["steps"] == 2
     assert of_first.stats()["residual_norms"]["weights.weight"] > 0
     assert of_second.stats() == fresh

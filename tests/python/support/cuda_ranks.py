@@ -27,10 +27,7 @@ def options_of(inner: str = "auto", **fields: Any) -> tp.Options:
 def become_host(name: str) -> None:
     """Makes this process a host of its own to NCCL, on the first GPU."""
     os.environ.update(
-        NCCL_HOSTID=name,
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_IB_DISABLE="1",
-        GLOO_SOCKET_IFNAME="lo",
+        NCCL_HOSTID=name, NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", GLOO_SOCKET_IFNAME="lo"
     )
     torch.cuda.set_device(0)
 
@@ -62,7 +59,3 @@ def run(
     """
     arguments = (function, backend, options or options_of(), hosts, args)
     return ranks.run(world_size, _main, *arguments, backend=None, timeout=timeout)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -13,11 +13,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torch_powersgd as tp
 from support.meshes import mesh_of
@@ -50,11 +46,7 @@ class Net(nn.Module):
         self.out = nn.Linear(width, 33)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        skip: int | None = None,
-        gained: bool = True,
-        headless: bool = False,
+        self, x: torch.Tensor, skip: int | None = None, gained: bool = True, headless: bool = False
     ) -> torch.Tensor:
         for i, block in enumerate(self.blocks):
             x = x if i == skip else torch.tanh(block(x))
@@ -115,11 +107,7 @@ def gradients(module: Sharded) -> list[torch.Tensor]:
 
 
 def passes(
-    module: Sharded,
-    i: object,
-    rank: int | None = None,
-    scale: float = 1,
-    **arguments: Any,
+    module: Sharded, i: object, rank: int | None = None, scale: float = 1, **arguments: Any
 ) -> list[torch.Tensor]:
     """Runs a forward and a backward pass of step i, and returns the loss and the input's gradient.
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import torch_powersgd as tp
-from support.synthetic import from_bytes, gradient, to_bytes
+from support.states import from_bytes, to_bytes
+from support.synthetic import gradient
 
 EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}
@@ -20,10 +21,21 @@ def make_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def backward(model: nn.Module, rank: int, i: int, scale: float = 1.0) -> None:
     """The gradients of a rank at a step, of a loss with this scale."""
     model.zero_grad()
     (model(gradient((6, 24), "input", rank, i)).square().mean() * scale).backward()
+
+
+def take_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, i: int, scale: float = 1.0
+) -> None:
+    backward(model, rank, i, scale)
+    optimizer.step()
 
 
 class Job:
@@ -44,8 +56,7 @@ class Job:
 
     def train(self, rank: int, first: int, last: int) -> None:
         for i in range(first, last):
-            backward(self.model, rank, i)
-            self.optimizer.step()
+            take_step(self.model, self.optimizer, rank, i)
 
     def save(self) -> bytes:
         return to_bytes(

@@ -7,7 +7,6 @@ gradients are then exactly those that the attached module would have without com
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support.ledger import TOLERANCE, Ledger, residuals_of
 from support.on_ranks import all_agree
-from support.synthetic import TOLERANCE, Ledger, Tensors, residuals_of
+from support.tensors import Tensors, digest, same
 from torch_powersgd.group_backends import PLAIN_BACKENDS
 from torch_powersgd.matrices import as_reals
 
@@ -30,24 +30,6 @@ OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=WARM_UP, matrix_approxima
 # Runs the passes of a step, given a module and the step's number. Returns tensors that compression
 # leaves as they are, such as the loss and the gradients of the inputs.
 Backward = Callable[[Any, int], Iterable[torch.Tensor | None]]
-
-
-def same(a: Iterable[torch.Tensor | None], b: Iterable[torch.Tensor | None]) -> bool:
-    """True if both hold the same tensors, bit for bit; NaN equals NaN."""
-    return all(
-        x is y or (x is not None and y is not None and _bytes(x) == _bytes(y))
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-def digest(tensors: Iterable[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(map(_bytes, tensors))).hexdigest()
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.detach()
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    return tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
 
 
 class TrainingPair:

@@ -32,10 +32,12 @@ from support.fsdp_pairs import (
     step,
     summed,
 )
+from support.ledger import TOLERANCE, Ledger
 from support.meshes import mesh_of
 from support.on_ranks import on_ranks
-from support.paired_training import OPTIONS, STEPS, WARM_UP, TrainingPair, same
-from support.synthetic import TOLERANCE, Ledger, gradient
+from support.paired_training import OPTIONS, STEPS, WARM_UP, TrainingPair
+from support.synthetic import gradient
+from support.tensors import same
 from torch_powersgd.targets.fsdp_units import packed
 
 

@@ -26,7 +26,9 @@ from support.fsdp_pairs import (
     step,
 )
 from support.meshes import mesh_of
-from support.paired_training import OPTIONS, WARM_UP, same
+from support.paired_training import OPTIONS, WARM_UP
+from support.refusals import refuses
+from support.tensors import same
 
 
 @both
@@ -56,8 +58,7 @@ def test_attach_speaks_once_and_not_once_for_each_shard(rank: int) -> None:
 
 
 def _refuses(module: Any, message: str, group: dist.ProcessGroup | None = None) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tp.attach(module, group=group)
+    refuses(lambda: tp.attach(module, group=group), message)
 
 
 @on_mesh

@@ -28,7 +28,8 @@ from support.fsdp_pairs import (
 )
 from support.meshes import mesh_of
 from support.paired_training import OPTIONS, STEPS, TrainingPair
-from support.synthetic import from_bytes, own_part, relative_error, to_bytes
+from support.states import from_bytes, own_part, to_bytes
+from support.tensors import relative_error
 from torch_powersgd.integrations import accelerate
 
 # The mean state differs by the rounding of the saved residual M - P^ q, as in test_groups.

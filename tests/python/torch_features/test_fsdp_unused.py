@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 import torch_powersgd as tp
 from support.fsdp_pairs import WORLD_SIZE, Sharded, both, make_pair, on_mesh, passes, step
 from support.log_records import LogRecords
-from support.paired_training import OPTIONS, STEPS, same
+from support.paired_training import OPTIONS, STEPS
 from support.synthetic import gradient
+from support.tensors import same
 from torch_powersgd.targets.fsdp_units import only_subset
 
 # torch 2.11 does not have it, and its own FSDP2 fails where a unit goes backward in two passes.

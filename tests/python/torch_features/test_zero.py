@@ -13,9 +13,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support.ledger import residuals_of
 from support.on_ranks import all_agree, on_ranks
-from support.paired_training import digest, same
-from support.synthetic import gradient, residuals_of
+from support.synthetic import gradient
+from support.tensors import digest, same
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STEPS = 8

@@ -15,21 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import torch_powersgd as tp
+from support.ddp import make_compressed, make_ddp, outputs_of, step, train
+from support.ledger import Ledger, residuals_of
 from support.on_ranks import on_ranks
-from support.paired_training import same
-from support.synthetic import (
-    SHAPES,
-    Ledger,
-    Synthetic,
-    gradients,
-    make_compressed,
-    make_ddp,
-    mean_gradients,
-    outputs_of,
-    residuals_of,
-    step,
-    train,
-)
+from support.refusals import refuses
+from support.synthetic import SHAPES, Synthetic, gradients, mean_gradients
+from support.tensors import same
 from torch_powersgd import _C
 from torch_powersgd.proposal import Proposal
 
@@ -41,18 +32,12 @@ MAKES_A_CUDA_STREAM = pytest.mark.skipif(
 )
 
 
-def _refused(target: Any, *parts: str, options: tp.Options = OPTIONS) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
-        tp.attach(target, options)
-    for part in parts:
-        assert part in str(caught.value), str(caught.value)
-
-
 @MAKES_A_CUDA_STREAM
 @on_ranks(2)
 def test_mixed_precision_is_refused(rank: int) -> None:
     half = torch.bfloat16
-    _refused(make_ddp(SHAPES, mixed_precision=_MixedPrecision(half, half, half)), "mixed_precision")
+    mixed = make_ddp(SHAPES, mixed_precision=_MixedPrecision(half, half, half))
+    refuses(lambda: tp.attach(mixed), "mixed_precision")
 
 
 @on_ranks(2)
@@ -62,12 +47,14 @@ def test_targets_that_differ_are_refused(rank: int) -> None:
         # The shape is the same, so DDP does not see the difference.
         shapes["renamed"] = shapes.pop("tall")
         shapes["bias"], shapes["small"] = shapes.pop("bias"), shapes.pop("small")
-    _refused(make_ddp(shapes), "rank 0 has 'weights.tall' float32 [50, 9]", "'weights.renamed'")
-    ddp = make_ddp(SHAPES)
+    other, ddp = make_ddp(shapes), make_ddp(SHAPES)
+    rank_0 = "rank 0 has 'weights.tall' float32 [50, 9]"
+    refuses(lambda: tp.attach(other), rank_0, "'weights.renamed'")
     if rank == 1:
         _apply_optimizer_in_backward(torch.optim.SGD, [next(ddp.parameters())], {"lr": 1.0})
-    _refused(ddp, "rank 1", "_apply_optimizer_in_backward", "optimizer.step()")
-    _refused(torch.nn.Linear(4, 4), "DistributedDataParallel", "Linear")
+    refuses(lambda: tp.attach(ddp), "rank 1", "_apply_optimizer_in_backward", "optimizer.step()")
+    linear: Any = torch.nn.Linear(4, 4)
+    refuses(lambda: tp.attach(linear), "DistributedDataParallel", "Linear")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +82,8 @@ def test_a_module_that_is_refused_still_averages_exactly(
         _C.has_kernels = lambda device: device != "cpu"  # as in a build without CUDA, for cuda
     if kind == "kernels" and rank == 1:
         _C.kernels_version = "0.0.1"
-    _refused(ddp, *parts, options=OTHER if kind == "options" and rank == 1 else OPTIONS)
+    options = OTHER if kind == "options" and rank == 1 else OPTIONS
+    refuses(lambda: tp.attach(ddp, options), *parts)
     ledger = Ledger()
     train(ddp, [0], ledger)
     assert max(ledger.errors().values()) < 1e-6

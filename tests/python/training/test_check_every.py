@@ -11,21 +11,14 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
-from support.call_observer import SETTLE_PASSES
+from support.backward import SETTLE_PASSES, reduce_in_backward
+from support.ddp import make_attached, make_compressed, step
+from support.ledger import Ledger
 from support.log_records import LogRecords
 from support.on_ranks import all_agree, on_ranks
-from support.paired_training import digest
-from support.synthetic import (
-    Ledger,
-    gradients,
-    make_attached,
-    make_compressed,
-    mean_gradients,
-    own_part,
-    reduce_in_backward,
-    step,
-    without_checksums,
-)
+from support.states import own_part, without_checksums
+from support.synthetic import gradients, mean_gradients
+from support.tensors import digest
 
 SHAPES = {"first": (30, 40), "second": (35, 25), "bias": (30,)}
 OPTIONS = tp.Options.hook_defaults(
@@ -56,8 +49,7 @@ def damaged(rank: int, damage: int | None, named: str, device: str = "cpu") -> N
         mine, means = gradients(SHAPES, rank, i), mean_gradients(SHAPES, dist.get_world_size(), i)
         if i >= 4:
             del mine["second"], means["second"]
-        outputs = step(ddp, {name: tensor.to(device) for name, tensor in mine.items()})
-        ledger.add({name: tensor.cpu() for name, tensor in outputs.items()}, means)
+        ledger.add(step(ddp, mine), means)
         if i == 3:
             _corrupt(compression, "second", "q_warm", rank == damage)
         seen.append(compression.stats()["differences"])

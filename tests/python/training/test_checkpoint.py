@@ -11,26 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_compressed, step, train
+from support.ledger import Ledger, residuals_of
 from support.log_records import LogRecords
 from support.on_ranks import all_agree, on_ranks
-from support.paired_training import same
-from support.synthetic import (
-    COMPRESSED,
-    SHAPES,
-    Ledger,
-    Synthetic,
-    Tensors,
-    from_bytes,
-    gradients,
-    make_compressed,
-    mean_gradients,
-    own_part,
-    relative_error,
-    residuals_of,
-    step,
-    to_bytes,
-    train,
-)
+from support.states import from_bytes, own_part, to_bytes
+from support.synthetic import COMPRESSED, SHAPES, Synthetic, gradients, mean_gradients
+from support.tensors import Tensors, relative_error, same
 
 # Two exact steps come first: a job that resumes must not begin its warm-up again.
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2)
@@ -40,9 +27,9 @@ SAVED = 6  # steps
 OUTPUT_TOLERANCE = 2e-5
 
 
-def _saved(rank: int, options: tp.Options = OPTIONS) -> tuple[bytes, bytes]:
+def save(rank: int, options: tp.Options = OPTIONS, device: str = "cpu") -> tuple[bytes, bytes]:
     """Trains. Returns the state and the ledger."""
-    ddp, compression = make_compressed(SHAPES, options)
+    ddp, compression = make_compressed(SHAPES, options, device=device)
     train(ddp, range(SAVED), ledger := Ledger())
     state = compression.state_dict()
     assert all_agree(to_bytes(state))
@@ -50,9 +37,11 @@ def _saved(rank: int, options: tp.Options = OPTIONS) -> tuple[bytes, bytes]:
     return to_bytes(state), to_bytes((ledger.outputs, ledger.means))
 
 
-def _resumed(rank: int, saved: tuple[bytes, bytes], options: tp.Options = OPTIONS) -> None:
+def resume(
+    rank: int, saved: tuple[bytes, bytes], options: tp.Options = OPTIONS, device: str = "cpu"
+) -> None:
     """Trains on from a saved state, and loses nothing."""
-    ddp, compression = make_compressed(SHAPES, options)
+    ddp, compression = make_compressed(SHAPES, options, device=device)
     compression.load_state_dict(from_bytes(saved[0]))
     _assert_loaded(compression, from_bytes(saved[0])["parameters"])
     ledger = Ledger()
@@ -77,13 +66,13 @@ def _assert_loaded(compression: tp.Compression, saved: dict[str, Tensors]) -> No
 @pytest.fixture(scope="module")
 def saved() -> tuple[bytes, bytes]:
     """The state and the ledger of two ranks after some steps."""
-    found: tuple[bytes, bytes] = ranks.run(2, _saved)[0]
+    found: tuple[bytes, bytes] = ranks.run(2, save)[0]
     return found
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2), (2, 1)])
 def test_resume_keeps_the_residuals(before: int, after: int) -> None:
-    ranks.run(after, _resumed, ranks.run(before, _saved)[0])
+    ranks.run(after, resume, ranks.run(before, save)[0])
 
 
 @pytest.mark.parametrize(
@@ -91,15 +80,15 @@ def test_resume_keeps_the_residuals(before: int, after: int) -> None:
 )
 def test_resume_keeps_what_a_wire_has_rounded_off(wire: str, before: int, after: int) -> None:
     options = dataclasses.replace(OPTIONS, wire_dtype=wire)
-    found = ranks.run(before, _saved, options)[0]
+    found = ranks.run(before, save, options)[0]
     for resumed in (options, OPTIONS):  # on the same wire, and without it
-        ranks.run(after, _resumed, found, resumed)
+        ranks.run(after, resume, found, resumed)
 
 
 @pytest.mark.parametrize("new_rank", [1, 3])
 def test_another_rank_takes_over_residual_and_q(saved: tuple[bytes, bytes], new_rank: int) -> None:
     options = dataclasses.replace(OPTIONS, matrix_approximation_rank=new_rank)
-    ranks.run(2, _resumed, saved, options)
+    ranks.run(2, resume, saved, options)
 
 
 def test_the_state_is_complete(saved: tuple[bytes, bytes]) -> None:

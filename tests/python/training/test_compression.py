@@ -17,24 +17,13 @@ import torch
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_compressed, outputs_of, step, train
 from support.groups import world
+from support.ledger import Ledger, residuals_of
 from support.log_records import LogRecords
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    COMPRESSED,
-    SHAPES,
-    Ledger,
-    Tensors,
-    gradients,
-    make_compressed,
-    make_ddp,
-    mean_gradients,
-    outputs_of,
-    relative_error,
-    residuals_of,
-    step,
-    train,
-)
+from support.synthetic import COMPRESSED, SHAPES, gradients, mean_gradients
+from support.tensors import Tensors, relative_error
 from torch_powersgd import collective_call
 
 OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
@@ -107,17 +96,6 @@ def test_it_ends_with_its_module(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_it_is_not_needed(rank: int) -> None:
-    """A module stays compressed if its handle is dropped."""
-    ddp = make_ddp(SHAPES)
-    tp.attach(ddp, OTHER)
-    gc.collect()
-    before = tp.stats()["compressed_calls"]
-    step(ddp, gradients(SHAPES, rank, 0))
-    assert tp.stats()["compressed_calls"] == before + 1
-
-
-@on_ranks(2)
 def test_it_is_outlived_by_its_scaler(rank: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     ddp, compression = make_compressed(SHAPES, OTHER, scaler=scaler)
@@ -136,17 +114,6 @@ def test_it_is_outlived_by_its_scaler(rank: int) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert _is_exact(outputs_of(ddp), 3)  # the step has unscaled it
-
-
-@on_ranks(2)
-def test_a_second_attach_is_refused(rank: int) -> None:
-    ddp, compression = make_compressed(SHAPES, OTHER)
-    for i in range(2):
-        with pytest.raises(ValueError, match="already"):
-            tp.attach(ddp, OPTIONS)
-        step(ddp, gradients(SHAPES, rank, i))
-    assert compression.options == OTHER
-    assert compression.stats()["steps"] == 2
 
 
 @on_ranks(2)

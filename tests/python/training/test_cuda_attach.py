@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 
 import test_previous
@@ -14,8 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.cuda_ranks import bits, needs_cuda, run
+from support.cuda_ranks import needs_cuda, run
 from support.synthetic import gradient
+from support.tensors import digest
 
 pytestmark = needs_cuda
 
@@ -50,8 +50,7 @@ class _Training:
 
     def digest(self) -> str:
         torch.cuda.synchronize()
-        contents = b"".join(bits(parameter) for parameter in self.ddp.parameters())
-        return hashlib.sha256(contents).hexdigest()
+        return digest(self.ddp.parameters())
 
 
 def _captured(rank: int) -> list[tuple[str, str]]:

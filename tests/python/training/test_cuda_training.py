@@ -3,25 +3,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import test_check_every
+import test_checkpoint
 import test_grad_scaler
 import test_identity
+import test_nonfinite
 import torch
+import torch.distributed as dist
 
 import torch_powersgd as tp
 from support.cuda_ranks import INNERS, needs_cuda, options_of, run
+from support.ddp import make_compressed, train
 from support.on_ranks import models_agree
-from support.synthetic import (
-    SHAPES,
-    gradient,
-    gradients,
-    make_compressed,
-    own_part,
-    step,
-)
+from support.states import own_part
+from support.synthetic import SHAPES, gradient, gradients
 
 pytestmark = needs_cuda
+
+# Compressed at matrix rank 40, where torch does the products.
+LARGE = {"conv": (100, 7, 10, 10), "bias": (16,)}
 
 
 @pytest.mark.parametrize("inner", INNERS)
@@ -42,7 +45,7 @@ def _taken_back(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES, options_of(), device="cuda")
     model = compression._reducer.states
     for i in range(2):
-        step(ddp, {name: g.cuda() for name, g in gradients(SHAPES, rank, i).items()})
+        train(ddp, [i])
         model.step_skipped(torch.zeros((), device="cuda"))
     assert all(q.any() for q in _sent(compression))
     torch.cuda.synchronize()
@@ -94,6 +97,46 @@ def test_a_wire_that_rounds_loses_nothing(inner: str, wire: str, world_size: int
         options=options_of(inner),
         world_size=world_size,
     )
+
+
+@pytest.mark.parametrize(
+    ("inner", "rank", "dtype", "world_size"),
+    [
+        ("auto", 1, torch.float32, 2),
+        ("auto", 3, torch.bfloat16, 2),
+        ("auto", 2, torch.float32, 4),
+        ("auto", 40, torch.float32, 2),
+        ("auto", 40, torch.bfloat16, 2),
+        ("gloo", 2, torch.float32, 2),
+    ],
+    ids=str,
+)
+def test_attached_adds_up_and_replicas_are_equal(
+    inner: str, rank: int, dtype: torch.dtype, world_size: int
+) -> None:
+    options = options_of(inner, matrix_approximation_rank=rank)
+    shapes = LARGE if rank > 32 else SHAPES
+    arguments = (options, 1.0, 1.0, "cuda", dtype, shapes)
+    run(test_identity.identity, *arguments, options=options, world_size=world_size)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_flat_delivers_everything(inner: str) -> None:
+    options = options_of(inner, matrix_approximation_rank=4, min_numel=500)
+    run(test_identity.deliver_flat, dist.ReduceOp.SUM, "cuda", options=options)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_a_gradient_that_is_not_finite_costs_one_step(inner: str) -> None:
+    arguments = ("nan in a matrix", "cuda")
+    run(test_nonfinite.attached_goes_on, *arguments, options=options_of(inner))
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_a_state_is_equal_on_all_ranks_and_loads(inner: str) -> None:
+    arguments: Any = (test_checkpoint.OPTIONS, "cuda")
+    saved = run(test_checkpoint.save, *arguments, options=options_of(inner))[0]
+    run(test_checkpoint.resume, saved, *arguments, options=options_of(inner))
 
 
 def _identity_in_tf32(rank: int) -> None:

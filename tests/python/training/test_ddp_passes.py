@@ -12,24 +12,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support.ddp import make_compressed, outputs_of, step, train, weights_of
+from support.ledger import TOLERANCE, Ledger, residuals_of
 from support.on_ranks import on_ranks
-from support.paired_training import same
-from support.synthetic import (
-    TOLERANCE,
-    Ledger,
-    Synthetic,
-    Tensors,
-    add_to,
-    gradients,
-    make_compressed,
-    mean_gradients,
-    outputs_of,
-    own_part,
-    residuals_of,
-    step,
-    train,
-    weights_of,
-)
+from support.states import own_part
+from support.synthetic import Synthetic, gradients, mean_gradients
+from support.tensors import Tensors, add_to, same
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
 

@@ -17,20 +17,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support.ddp import make_compressed, outputs_of, step, train
+from support.ledger import TOLERANCE, Ledger
 from support.on_ranks import on_ranks
-from support.paired_training import same
-from support.synthetic import (
-    TOLERANCE,
-    Ledger,
-    Tensors,
-    gradients,
-    make_compressed,
-    mean_gradients,
-    outputs_of,
-    own_part,
-    step,
-    train,
-)
+from support.states import own_part
+from support.synthetic import gradients, mean_gradients
+from support.tensors import Tensors, same
 
 SHAPES = {"first": (30, 40), "second": (35, 25)}
 OPTIONS = tp.Options.hook_defaults(

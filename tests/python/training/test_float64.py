@@ -14,8 +14,9 @@ import torch_powersgd as tp
 from support.meshes import mesh_of
 from support.models import Dtypes
 from support.on_ranks import on_ranks
-from support.paired_training import OPTIONS, STEPS, WARM_UP, TrainingPair, ddp_pair, same
-from support.synthetic import Synthetic, Tensors, gradient
+from support.paired_training import OPTIONS, STEPS, WARM_UP, TrainingPair, ddp_pair
+from support.synthetic import Synthetic, gradient
+from support.tensors import Tensors, same
 
 SHAPES: dict[str, tuple[int, ...]] = {"exact": (40, 32), "compressed": (48, 40)}
 

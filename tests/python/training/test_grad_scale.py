@@ -9,19 +9,12 @@ from typing import Any
 import pytest
 
 import torch_powersgd as tp
+from support.ddp import make_compressed, step
+from support.ledger import residuals_of
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    SHAPES,
-    Tensors,
-    from_bytes,
-    gradients,
-    make_compressed,
-    own_part,
-    relative_error,
-    residuals_of,
-    step,
-    to_bytes,
-)
+from support.states import from_bytes, own_part, to_bytes
+from support.synthetic import SHAPES, gradients
+from support.tensors import Tensors, relative_error
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
 # Powers of two scale exactly in floating point. The other scales round each gradient, residual and

@@ -14,19 +14,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_powersgd as tp
+from support.ddp import make_compressed, make_ddp, outputs_of, weights_of
+from support.ledger import TOLERANCE, Ledger, residuals_of
 from support.on_ranks import all_agree, on_ranks
-from support.synthetic import (
-    TOLERANCE,
-    Ledger,
-    gradients,
-    make_compressed,
-    make_ddp,
-    mean_gradients,
-    outputs_of,
-    relative_error,
-    residuals_of,
-    weights_of,
-)
+from support.synthetic import gradients, mean_gradients
+from support.tensors import relative_error
 from torch_powersgd import grad_scaler
 
 # Each has a bucket of its own. "bias" has no residual, and is lost with a step that is skipped.

@@ -18,27 +18,12 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
-from support.call_observer import SETTLE_PASSES
+from support.backward import SETTLE_PASSES, reduce_in_backward
+from support.ddp import make_attached, make_compressed, make_ddp, step
+from support.ledger import TOLERANCE, Ledger, residuals_of
 from support.on_ranks import all_agree, on_ranks
-from support.paired_training import digest
-from support.synthetic import (
-    COMPRESSED,
-    SHAPES,
-    TOLERANCE,
-    Ledger,
-    Shapes,
-    Tensors,
-    gradient,
-    gradients,
-    make_attached,
-    make_compressed,
-    make_ddp,
-    mean_gradients,
-    reduce_in_backward,
-    residuals_of,
-    step,
-    train,
-)
+from support.synthetic import COMPRESSED, SHAPES, gradient, gradients, mean_gradients
+from support.tensors import Shapes, Tensors, digest
 
 STEPS = 12
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
@@ -53,28 +38,32 @@ def identity(
     scale: float = 1.0,
     growth: float = 1.0,
     device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
     shapes: Shapes = WITH_LARGE,
 ) -> str:
     """Trains with gradients of one scale, to which "wide" is not held in the second half.
 
     Returns a digest of the outputs.
     """
-    ddp, compression = make_compressed(shapes, options, device=device)
-    ledger, outputs = Ledger(), []
+    # The residual of half gradients is float32 and is taken before the output is rounded. So only
+    # the rounding of the outputs is lost: half a unit in the last place of each of 12 outputs.
+    # Together they are less than 12 times the norm of their sum. Rounding is as often up as down,
+    # so a quarter of that bound leaves room. A residual in the gradient's dtype would lose as much
+    # again at every step.
+    bound = TOLERANCE.get(dtype, STEPS / 4 * torch.finfo(dtype).eps / 2)
+    ddp, compression = make_compressed(shapes, options, dtype, device=device)
+    ledger, outputs = Ledger(), list[torch.Tensor]()
     for i in range(STEPS):
-        mine = gradients(shapes, rank, i)
-        means = mean_gradients(shapes, dist.get_world_size(), i)
+        mine = gradients(shapes, rank, i, dtype)
+        means = mean_gradients(shapes, dist.get_world_size(), i, dtype)
         scales = dict.fromkeys(shapes, scale)
-        scales["wide"] *= growth if i >= STEPS // 2 else 1
-        found = step(ddp, {name: (g * scales[name]).to(device) for name, g in mine.items()})
-        outputs += [output.cpu() for output in found.values()]
-        ledger.add(
-            {name: output.cpu() for name, output in found.items()},
-            {name: mean * scales[name] for name, mean in means.items()},
-        )
-    ledger.check(compression)
+        scales["wide"] = scale * (growth if i >= STEPS // 2 else 1)
+        found = step(ddp, {name: g * scales[name] for name, g in mine.items()})
+        outputs += found.values()
+        ledger.add(found, {name: mean * scales[name] for name, mean in means.items()})
+    ledger.check(compression, bound)
     # Without the residual the identity fails by far, so a missing residual would show.
-    compressed = {*COMPRESSED, *(shapes.keys() - WITH_LARGE.keys())}
+    compressed = {name for name in shapes if name in COMPRESSED or name not in WITH_LARGE}
     assert min(ledger.errors()[name] for name in compressed) > 0.1
     assert residuals_of(compression).keys() == compressed, "what is not compressed is exact"
     stats = compression.stats()
@@ -155,15 +144,7 @@ def test_only_equal_hosts_of_several_ranks_sum_in_two_levels(rank: int) -> None:
 )
 @on_ranks(2)
 def test_other_dtypes(rank: int, dtype: torch.dtype, wire: str | None) -> None:
-    # The residual of half gradients is float32 and is taken before the output is rounded. So only
-    # the rounding of the outputs is lost: half a unit in the last place of each of 12 outputs.
-    # Together they are less than 12 times the norm of their sum. Rounding is as often up as down,
-    # so a quarter of that bound leaves room. A residual in the gradient's dtype would lose as much
-    # again at every step.
-    bound = TOLERANCE.get(dtype, STEPS / 4 * torch.finfo(dtype).eps / 2)
-    ddp, compression = make_compressed(SHAPES, replace(OPTIONS, wire_dtype=wire), dtype)
-    train(ddp, range(STEPS), ledger := Ledger())
-    ledger.check(compression, bound)
+    identity(rank, replace(OPTIONS, wire_dtype=wire), dtype=dtype)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -245,11 +226,15 @@ def test_flat_tensors_deliver_everything_in_the_end(
     rank: int, world_size: int, op: Any, warm_start: bool
 ) -> None:
     ranks.init_group("cpu:powersgd", _flat_options(start_powerSGD_iter=0, warm_start=warm_start))
+    deliver_flat(rank, op)
 
+
+def deliver_flat(rank: int, op: Any = dist.ReduceOp.SUM, device: str = "cpu") -> None:
     def reduce(mine: Tensors) -> Tensors:
-        return dict(zip(mine, reduce_in_backward(mine.values(), op), strict=True))
+        outputs = reduce_in_backward([tensor.to(device) for tensor in mine.values()], op)
+        return {name: out.cpu() for name, out in zip(mine, outputs, strict=True)}
 
-    _check_delivery(FLAT, reduce, 8, world_size if op == dist.ReduceOp.SUM else 1)
+    _check_delivery(FLAT, reduce, 8, dist.get_world_size() if op == dist.ReduceOp.SUM else 1)
     stats = tp.stats()
     assert stats["steps"] == 8 + DRAIN_STEPS
     assert stats["compressed_calls"] == len(FLAT) * (8 + DRAIN_STEPS - SETTLE_PASSES)

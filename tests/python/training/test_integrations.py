@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support import launch
 from support.on_ranks import all_agree, on_ranks
-from support.synthetic import to_bytes
+from support.states import to_bytes
 from torch_powersgd.integrations import libraries
 from torch_powersgd.integrations.libraries import overrides
 
@@ -40,13 +41,6 @@ EVERY_THREE = functools.partial(
     options={"matrix_approximation_rank": 1, "wire_dtype": None},
     warmup_steps=0,
 )
-
-
-def _as_torchrun(rank: int) -> None:
-    """Sets the variables of torchrun, which the libraries read."""
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
-        os.environ[name] = str(value)
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "test"}
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
@@ -152,15 +146,18 @@ def test_a_trainer_without_ddp_is_refused(rank: int) -> None:
         callback.on_train_begin(None, None, None)
 
 
+def _accelerate(rank: int) -> tuple[Any, Any]:
+    """Accelerate's class, and what attaches its models."""
+    launch.enter(rank, 2, 0)
+    integration = import_module("torch_powersgd.integrations.accelerate")
+    return import_module("accelerate").Accelerator, integration.attach
+
+
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_compiles_a_model_and_frees_it_with_its_state(rank: int, tmp_path: Path) -> None:
     """Prepares a second compiled model instead of the first, as after an error of memory."""
-    _as_torchrun(rank)
-    from accelerate import Accelerator
-
-    from torch_powersgd.integrations.accelerate import attach
-
+    Accelerator, attach = _accelerate(rank)
     accelerator = Accelerator(cpu=True, dynamo_backend="eager")
     for _ in range(2):
         accelerator.free_memory()
@@ -179,11 +176,7 @@ def test_accelerate_compiles_a_model_and_frees_it_with_its_state(rank: int, tmp_
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_goes_from_plain_to_compressed_and_back(rank: int, tmp_path: Path) -> None:
-    _as_torchrun(rank)
-    from accelerate import Accelerator
-
-    from torch_powersgd.integrations.accelerate import attach
-
+    Accelerator, attach = _accelerate(rank)
     plain, compressed = Accelerator(cpu=True), Accelerator(cpu=True)
     for accelerator in (plain, compressed):
         ddp = accelerator.prepare(torch.nn.Linear(48, 48))
@@ -212,11 +205,7 @@ def test_accelerate_goes_from_plain_to_compressed_and_back(rank: int, tmp_path: 
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_finds_each_state_when_another_has_ended(rank: int, tmp_path: Path) -> None:
-    _as_torchrun(rank)
-    from accelerate import Accelerator
-
-    from torch_powersgd.integrations.accelerate import attach
-
+    Accelerator, attach = _accelerate(rank)
     accelerator, later = Accelerator(cpu=True), Accelerator(cpu=True)
     ddps = [accelerator.prepare(torch.nn.Linear(48, 16 * (i + 1))) for i in range(4)]
     first, second = (attach(accelerator, ddp, OPTIONS) for ddp in ddps[:2])
@@ -244,10 +233,7 @@ def test_accelerate_finds_each_state_when_another_has_ended(rank: int, tmp_path:
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_takes_local_steps(rank: int, tmp_path: Path) -> None:
-    _as_torchrun(rank)
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
+    accelerator = _accelerate(rank)[0](cpu=True)
     model = torch.nn.Linear(48, 48)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     ddp, optimizer = accelerator.prepare(model, sgd)
@@ -277,7 +263,7 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
 
     Every model that is validated or saved is the same on all processes.
     """
-    _as_torchrun(rank)
+    launch.enter(rank, 2, 0)
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import LearningRateFinder
 
@@ -338,7 +324,7 @@ def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None
 @needs("lightning")
 @on_ranks(2)
 def test_lightning_takes_local_steps_by_manual_optimization(rank: int, tmp_path: Path) -> None:
-    _as_torchrun(rank)
+    launch.enter(rank, 2, 0)
     from lightning.pytorch import LightningModule, Trainer
 
     from torch_powersgd.integrations.lightning import PowerSGDStrategy
@@ -393,7 +379,7 @@ def test_transformers_resumes_from_another_folder(rank: int, make: Any, tmp_path
     Each rank is the only one of its machine, which has folders of its own. The second training
     fails in its first attempt. Every model that is evaluated or saved is the same on all processes.
     """
-    _as_torchrun(rank)
+    launch.enter(rank, 2, 0)
     os.environ["LOCAL_RANK"] = "0"
     folder = tmp_path / str(rank)
     from transformers import Trainer, TrainerCallback, TrainingArguments

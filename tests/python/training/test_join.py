@@ -14,27 +14,14 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 import torch_powersgd as tp
-from support.call_observer import SETTLE_PASSES, gloo, in_backward
+from support.backward import SETTLE_PASSES, in_backward
+from support.ddp import make_attached, make_compressed, make_ddp, outputs_of, step, train
+from support.groups import gloo
+from support.ledger import TOLERANCE, Ledger, residuals_of
 from support.log_records import LogRecords
 from support.on_ranks import all_agree, on_ranks
-from support.paired_training import digest, same
-from support.synthetic import (
-    COMPRESSED,
-    SHAPES,
-    TOLERANCE,
-    Ledger,
-    Tensors,
-    gradients,
-    make_attached,
-    make_compressed,
-    make_ddp,
-    mean_gradients,
-    outputs_of,
-    residuals_of,
-    step,
-    sum_of,
-    train,
-)
+from support.synthetic import COMPRESSED, SHAPES, gradients, mean_gradients
+from support.tensors import Tensors, digest, same, sum_of
 
 # Compression starts while a rank has joined.
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2)

@@ -10,16 +10,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support.ledger import TOLERANCE, Ledger, residuals_of
 from support.on_ranks import all_agree, on_ranks
-from support.paired_training import digest, same
-from support.synthetic import (
-    TOLERANCE,
-    Ledger,
-    from_bytes,
-    gradient,
-    residuals_of,
-    to_bytes,
-)
+from support.states import from_bytes, to_bytes
+from support.synthetic import gradient
+from support.tensors import digest, same
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=8)
 WIRES = (None, "bfloat16", "int8", "int4")

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support.log_records import LogRecords
 from support.on_ranks import on_ranks
-from support.synthetic import without_checksums
+from support.states import without_checksums
 from torch_powersgd.targets.misuse import INTERVAL
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2)

@@ -15,20 +15,12 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
-from support.call_observer import SETTLE_PASSES
+from support.backward import SETTLE_PASSES, reduce_in_backward
+from support.ddp import make_attached, make_compressed, step, train
+from support.ledger import residuals_of
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    Shapes,
-    Tensors,
-    gradients,
-    make_attached,
-    make_compressed,
-    reduce_in_backward,
-    relative_error,
-    residuals_of,
-    step,
-    train,
-)
+from support.synthetic import gradients
+from support.tensors import Shapes, Tensors, relative_error
 
 SHAPES = {"matrix": (20, 45), "bias": (20,), "second": (33, 18)}
 FLAT = {"flat": (1000,)}  # a matrix of 32 x 31 and a tail of 8
@@ -116,20 +108,20 @@ for _wire, _tolerance in WIRES.items():
     ATTACHED[f"{_wire}, raw"] = _fields, Case("bias", 19, -INF, 0, {2: 1}), _tolerance
 
 
+def attached_goes_on(rank: int, name: str, device: str) -> None:
+    fields, case, tolerance = ATTACHED[name]
+    options, runs = dataclasses.replace(OPTIONS, **fields), []
+    for of_run in (None, case):
+        ddp = make_attached(SHAPES, options, device=device)
+        runs.append(_good_outputs(rank, partial(step, ddp), SHAPES, of_run))
+    expected, outputs = runs
+    _check(outputs, expected, case, tolerance)
+
+
 @pytest.mark.parametrize("name", ATTACHED)
 @on_ranks(2)
 def test_attached_goes_on_as_if_the_step_had_not_been(rank: int, name: str) -> None:
-    fields, case, tolerance = ATTACHED[name]
-    expected, outputs = (
-        _good_outputs(
-            rank,
-            partial(step, make_attached(SHAPES, dataclasses.replace(OPTIONS, **fields))),
-            SHAPES,
-            of_run,
-        )
-        for of_run in (None, case)
-    )
-    _check(outputs, expected, case, tolerance)
+    attached_goes_on(rank, name, "cpu")
 
 
 def _flat(mine: Tensors) -> Tensors:

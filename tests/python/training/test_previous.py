@@ -19,20 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import step
 from support.groups import world
+from support.ledger import TOLERANCE, own_residuals_of
 from support.on_ranks import all_agree, on_ranks
-from support.synthetic import (
-    SHAPES,
-    TOLERANCE,
-    Synthetic,
-    Tensors,
-    add_to,
-    gradients,
-    own_part,
-    own_residuals_of,
-    relative_error,
-    step,
-)
+from support.states import own_part
+from support.synthetic import SHAPES, Synthetic, gradients
+from support.tensors import Tensors, add_to, relative_error
 from torch_powersgd import grad_scaler
 from torch_powersgd._core import _C
 from torch_powersgd.targets import DdpTarget, misuse
@@ -75,11 +68,12 @@ class _Job:
 
     def step(self, rank: int, i: int) -> Tensors:
         """The average of a step."""
-        mine = {name: g.to(self.device) for name, g in gradients(SHAPES, rank, i).items()}
-        if self.ddp is None:
-            self.compression.all_reduce(mine).wait()
-            return mine
-        return step(self.ddp, mine)
+        mine = gradients(SHAPES, rank, i)
+        if self.ddp is not None:
+            return step(self.ddp, mine)
+        mine = {name: tensor.to(self.device) for name, tensor in mine.items()}
+        self.compression.all_reduce(mine).wait()
+        return mine
 
     def local(self) -> dict[str, dict[str, torch.Tensor]]:
         """The state of each compressed parameter in this process."""
@@ -180,37 +174,6 @@ def test_a_step_that_a_dead_process_has_broken_off(discards: bool) -> None:
         assert ended[rank].value, ended[rank].error
         for value in ended[rank].value.values():
             assert value == (0 if discards else 1)
-
-
-def _dies_in_attach(rank: int) -> bool:
-    """Process 1 dies once all have agreed, and has shared no factors. The others go on."""
-    job = _Job("ddp", world())
-    for i in range(3):
-        job.step(rank, i)
-    residuals = job.residuals()
-    if rank == 1:
-        core: Any = _C
-        make = core.BucketReducer
-
-        def dies(*arguments: Any) -> None:
-            make(*arguments).states.layers()  # returns once it has connected to the others
-            os._exit(1)
-
-        core.BucketReducer = dies
-    everyone = _group([0, 1, 2])
-    with pytest.raises(RuntimeError):
-        job.move(everyone)  # which also drops the former wrapper
-    job.move(_group([0, 2]))
-    assert all(torch.equal(r, residuals[name]) for name, r in job.residuals().items())
-    job.step(rank, 3)
-    return bool(job.compression.stats()["steps"] == 4)
-
-
-def test_a_process_that_dies_in_attach_costs_the_others_nothing() -> None:
-    ended = ranks.outcomes(3, _dies_in_attach, op_timeout=10, timeout=60)
-    assert ended[1].exitcode == 1
-    for rank in (0, 2):
-        assert ended[rank].value, ended[rank].error
 
 
 def _fail(*_: Any, **__: Any) -> None:

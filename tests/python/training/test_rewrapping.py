@@ -13,17 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
+from support.ddp import make_compressed, train
+from support.ledger import Ledger
 from support.log_records import LogRecords
 from support.on_ranks import on_ranks
-from support.synthetic import (
-    SHAPES,
-    Ledger,
-    gradients,
-    make_compressed,
-    mean_gradients,
-    step,
-    train,
-)
+from support.synthetic import SHAPES
 
 OPTIONS: dict[str, Any] = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 1}
 
@@ -48,8 +42,7 @@ def replace_the_default_group(rank: int, device: str) -> None:
             ranks.init_group(f"{device}:powersgd")
             ddp = DistributedDataParallel(ddp.module)
             compression = tp.attach(ddp, previous=compression)
-        mine = {name: g.to(device) for name, g in gradients(SHAPES, rank, i).items()}
-        ledger.add(step(ddp, mine), mean_gradients(SHAPES, 2, i))
+        train(ddp, [i], ledger)
     ledger.check(compression)
     assert compression.stats()["compressed_calls"] == 4
 

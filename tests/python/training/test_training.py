@@ -15,10 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from support import ranks
+from support.ledger import TOLERANCE, Ledger
 from support.models import Blocks, Branches, Dtypes, Images, OddShapes, Spectral, SyncedNorm, Tied
 from support.on_ranks import all_agree, on_ranks
-from support.paired_training import OPTIONS, STEPS, WARM_UP, Backward, ddp_pair, same
-from support.synthetic import TOLERANCE, Ledger, gradient
+from support.paired_training import OPTIONS, STEPS, WARM_UP, Backward, ddp_pair
+from support.synthetic import gradient
+from support.tensors import same
 
 # Each output in bfloat16 is rounded once.
 TOLERANCES = {
