@@ -4,6 +4,7 @@
     python benchmarks/bench_cluster.py --rates 1gbit --models gpt-1M --rounds 2
     python benchmarks/bench_cluster.py --methods none plain hook-1-bucket:4 bf16-wire:8,16,32
     python benchmarks/bench_cluster.py --rates 1gbit --delays 0.1 5 20 50
+    python benchmarks/bench_cluster.py --ranks 8 --per-host 4 --methods int8-wire+levels=1:16
     python benchmarks/bench_cluster.py --rounds 0 --learning-steps 300 --methods plain int8-wire:16
     python benchmarks/bench_cluster.py --device cuda --models gpt2 --json gpt2.json --logs logs
     python benchmarks/bench_cluster.py --show gpt2.json --picture gpt2.png
@@ -12,6 +13,10 @@ Each host is a network namespace on a virtual switch, with a link that is shaped
 This needs root, ip and tc (iproute2). On a GPU, the processes share it through a private MPS daemon
 and communicate over NCCL's sockets. There, expect about 6 minutes per model and 70 GB for the
 processes of all methods; on a smaller GPU, choose fewer with --methods.
+
+With --per-host, that many processes share a host and its link. The bytes sent are the host's, and
+"payloads" compares them with the factors and raw gradients of one process. A method with levels=1
+sums as if each process were on a host of its own.
 
 Each method has its own processes, started anew for each setting. The methods take turns of a few
 steps, in a rotating order, and sleep in between. Times are compared within one round of turns. All
@@ -36,29 +41,93 @@ import argparse
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster import arguments as command_line
-from cluster import figures, models, pictures, tables
+from cluster import figures, methods, models, pictures, tables
 from cluster.methods import Contender
 from cluster.player import Player, Run
 from cluster.rank import Job
 from cluster.trainees import EXACT_STEPS
 from launcher import emulated_links, hosts, mps, signals
-from report import Record, processor, provenance, recorded, show, write
+from report import Record, add_files, processor, provenance, recorded, show, write
 
 # The first steps are not measured: they are exact, rebuild buckets and allocate memory.
 WARMUP_STEPS = EXACT_STEPS + 3
 
 
+# By device. The words on the command line override them.
+DEFAULTS = {
+    "cpu": "--models demo --ranks 2 --rates 100mbit 1gbit 10gbit"
+    " --methods none plain hook-1-bucket:4,16 attached:4 bf16-wire:16 int8-wire:16",
+    "cuda": "--models gpt2 --ranks 4 --rates 10gbit"
+    " --methods none plain bf16 hook:4 attached:4 int8-wire:16",
+}
+PICTURED = "plain hook-1-bucket:16 int8-wire:16"  # the last one is colored
+
+
+def _at_least(least: int, kind: type = int, name: str = "an integer") -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        pattern = r"\d+" if kind is int else r"\d+(\.\d+)?"
+        if not re.fullmatch(pattern, text) or kind(text) < least:
+            raise argparse.ArgumentTypeError(f"expected {name} of at least {least}, got {text!r}")
+        return kind(text)
+
+    return parse
+
+
+def _rate(text: str) -> str:
+    try:
+        hosts.bits_per_second(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def parse_arguments() -> argparse.Namespace:
-    return command_line.parse(__doc__ or "")
+    listed = "\n".join(f"  {device}: {words}" for device, words in DEFAULTS.items())
+    parser = argparse.ArgumentParser(description=__doc__, epilog=f"defaults:\n{listed}")
+    add_files(parser, "after every round")
+    add = parser.add_argument
+    of_methods: dict[str, Any] = {"nargs": "+", "metavar": "METHOD[:RANK,...]"}
+    of_methods["type"] = methods.parse
+    number: dict[str, Any] = {"type": _at_least(1), "metavar": "N", "default": 1}
+    count = _at_least(0)
+    add("--device", help="device (cpu)", default="cpu", choices=DEFAULTS)
+    add("--models", help="models", nargs="+", choices=models.TASKS)
+    add("--methods", help="methods and their matrix ranks", **of_methods)
+    add("--ranks", help="numbers of processes", nargs="+", type=_at_least(2), metavar="N")
+    add("--per-host", help="processes on each host (1)", **number)
+    add("--rates", help="rates of the links", nargs="+", type=_rate, metavar="RATE")
+    delay = _at_least(0, float, "milliseconds")
+    delays = "one-way delays from host to host, in milliseconds (0)"
+    add("--delays", help=delays, nargs="+", type=delay, default=[0.0], metavar="MS")
+    add("--rounds", help="number of rounds of turns; 0: only the loss (8)", type=count, default=8)
+    steps = "measured steps per turn, after an unmeasured one (4)"
+    add("--steps", help=steps, type=_at_least(2), default=4)
+    learning = "steps of the runs that measure the loss; 0: no such runs (0)"
+    add("--learning-steps", help=learning, type=count, default=0)
+    add("--learning-methods", help="methods whose loss is measured (all)", **of_methods)
+    add("--seeds", help="loss runs per method, with seeds 0 to N - 1 (1)", **number)
+    logs = "folder for the logs of failed processes and of the MPS daemon"
+    add("--logs", help=logs, type=Path)
+    picture = f"file for a plot of the step time by link, of {PICTURED}"
+    add("--picture", help=picture, type=Path)
+    words = sys.argv[1:]
+    arguments = parser.parse_args([*DEFAULTS[parser.parse_args(words).device].split(), *words])
+    for ranks in arguments.ranks:
+        if ranks % (each := arguments.per_host):
+            parser.error(f"--ranks: expected multiples of --per-host {each}, got {ranks}")
+    arguments.contenders = methods.joined(arguments.methods)
+    arguments.learning = methods.joined(arguments.learning_methods or arguments.methods)
+    return arguments
 
 
 def missing(device: str, delayed: bool, named: Sequence[str] = ()) -> list[str]:
@@ -108,12 +177,19 @@ class Bench:
         for rate, delay_ms in itertools.product(self.arguments.rates, self.arguments.delays):
             # Six times what a ring all-reduce takes on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
-            with hosts.Hosts(ranks, rate, delay_ms) as cluster, contextlib.ExitStack() as stack:
+            with (
+                self._hosts(ranks, rate, delay_ms) as cluster,
+                contextlib.ExitStack() as stack,
+            ):
                 players = {
                     contender: stack.enter_context(self._player(cluster, limit, model, contender))
                     for contender in self.contenders
                 }
-                self._play(players, self._setting(model, cluster, target), learned, target)
+                self._play(players, model, cluster, learned, target)
+
+    def _hosts(self, ranks: int, rate: str | None, delay_ms: float = 0) -> hosts.Hosts:
+        per_host = self.arguments.per_host
+        return hosts.Hosts(ranks // per_host, rate, delay_ms, per_host=per_host)
 
     def _player(
         self, cluster: hosts.Hosts, limit: float, model: str, contender: Contender, seed: int = 0
@@ -128,7 +204,7 @@ class Bench:
         if self.arguments.learning_steps:
             learners = [c for c in self.contenders if c in self.arguments.learning and c.learns]
             learners.sort(key=lambda contender: contender.method != "plain")
-            with hosts.Hosts(ranks, None) as cluster:
+            with self._hosts(ranks, None) as cluster:
                 for contender in learners:
                     plain = learned.get("plain") if self.arguments.rounds else None
                     runs = [
@@ -157,31 +233,29 @@ class Bench:
                 more = player.turn(steps // 2 - 1)
                 run = max(run, more, key=lambda run: len(run.losses))  # a failed run starts over
         self.record["device"] = run.device or self.record["device"]
-        _tell(f"{model}, {len(cluster)} ranks, loss of seed {seed}", contender, run)
+        _tell(f"{model}, {len(cluster.of_ranks)} ranks, loss of seed {seed}", contender, run)
         return run
 
-    def _setting(self, model: str, cluster: hosts.Hosts, target: figures.Target) -> Record:
+    def _play(
+        self,
+        players: Mapping[Contender, Player],
+        model: str,
+        cluster: hosts.Hosts,
+        learned: Mapping[str, Sequence[Run]],
+        target: figures.Target,
+    ) -> None:
+        """Measures the rounds of a setting."""
         setting: Record = {
             "model": model,
-            "ranks": len(cluster),
+            "ranks": len(cluster.of_ranks),
+            "per_host": cluster.per_host,
             "rate": cluster.rate,
             "delay_ms": cluster.delay_ms,
             "congestion_control": cluster.congestion_control,
             "load_average_before": os.getloadavg()[0],
             **target.record(),
-            "methods": {},
         }
         self.record["settings"].append(setting)
-        return setting
-
-    def _play(
-        self,
-        players: Mapping[Contender, Player],
-        setting: Record,
-        learned: Mapping[str, Sequence[Run]],
-        target: figures.Target,
-    ) -> None:
-        """Measures the rounds of a setting."""
         where = figures.title(setting)
         rounds: list[dict[str, Run]] = []
         for number in range(self.arguments.rounds):
@@ -195,12 +269,7 @@ class Bench:
                 self.record["device"] = run.device or self.record["device"]
                 if number == 0 or run.failures:
                     _tell(where, contender, run)
-            compared = figures.compare(rounds, learned, target)
-            setting["methods"] = {
-                contender.name: compared[contender.name]
-                for contender in self.contenders
-                if contender.name in compared
-            }
+            setting["methods"] = figures.compare(rounds, learned, target)
             write(self.record, self.arguments.json)
 
 
@@ -248,7 +317,7 @@ def main() -> None:
     for title, why in record["left_out"].items():
         print(f"left out: {title}: {why}")
     if arguments.picture:
-        pictures.draw_links(record, command_line.PICTURED.split(), arguments.picture)
+        pictures.draw_links(record, PICTURED.split(), arguments.picture)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ _step = _number("step_ms", "{:.0f}")
 _COSTS: dict[str, Cell] = {
     "step, ms": _step,
     "above none, ms": _number("above_none_ms", "{:+.0f}"),
+    "payloads": _number("payloads", "{:.2f}"),
     "times fewer bytes": _number("times_fewer_bytes", "{:.1f}"),
     "peak, MB": _number("peak_memory_bytes", "{:.0f}", 1e-6),
     "beyond plain / gradient": _number("memory_beyond_plain_in_gradients", "{:+.2f}"),
@@ -127,7 +128,7 @@ def everything(record: Record) -> dict[str, Table]:
     """All tables that the record has figures for, by their titles."""
     groups: dict[str, list[Record]] = {}
     for setting in record["settings"]:
-        groups.setdefault(f"{setting['model']}, {setting['ranks']} ranks", []).append(setting)
+        groups.setdefault(f"{setting['model']}, {figures_of.ranks(setting)}", []).append(setting)
     tables = {
         f"{title}: loss by step": by_step(record, losses)
         for title, losses in record.get("losses", {}).items()

@@ -21,8 +21,8 @@ pytest.importorskip("matplotlib")
 import bench_cluster
 import report
 import shapes
+from bench_cluster import PICTURED
 from cluster import methods, models, player
-from cluster.arguments import PICTURED
 from cluster.rank import Job
 from launcher import hosts, mps
 
@@ -47,10 +47,15 @@ def test_a_rate_is_read_as_tc_does(rate: str, value: float) -> None:
         (["--rates", "0mbit"], "got '0mbit'"),
         (["--delays", "soon"], "--delays: expected milliseconds of at least 0, got 'soon'"),
         (["--ranks", "1"], "--ranks: expected an integer of at least 2, got '1'"),
+        (
+            ["--ranks", "8", "6", "--per-host", "4"],
+            "--ranks: expected multiples of --per-host 4, got 6",
+        ),
         (["--steps", "many"], "--steps: expected an integer of at least 2, got 'many'"),
         (["--methods", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
         (["--methods", "plain:4"], "plain has no matrix rank, got 'plain:4'"),
         (["--methods", "bf16-wire:8,0"], "integers of at least 1, got 'bf16-wire:8,0'"),
+        (["--methods", "bf16-wire+levels=2:4"], "levels can only be 1, got 2"),
         (["--methods", "bf16-wire"], "integers of at least 1, got 'bf16-wire'"),
     ],
 )
@@ -165,6 +170,22 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
     assert 1.5 < bf16["tx_bytes_per_step"] / attached["tx_bytes_per_step"] < 2.5
     assert plain["above_none_ms"] > 0
     assert picture.stat().st_size > 0
+
+
+@needs_hosts
+def test_the_ranks_of_a_host_share_its_link(tmp_path: Path) -> None:
+    """Counted on the link of one of two hosts with two ranks each, in one level of sums.
+
+    Plain's ring passes it once, with 2 * 3 / 4 of the gradients. In two-shot, each of the four
+    ranks sends a quarter of a payload to each other one, twice: eight messages leave the host.
+    """
+    output = tmp_path / "record.json"
+    options = ["--ranks", "4", "--per-host", "2", "--methods", "plain", "int8-wire+levels=1:16"]
+    subprocess.run([*QUICK, *options, "--json", str(output)], check=True, timeout=2 * DEADLOCK)
+    (setting,) = json.loads(output.read_text())["settings"]
+    plain, ours = setting["methods"].values()
+    assert 1.5 < plain["tx_bytes_per_step"] / plain["gradient_bytes"] < 1.5 * 1.1
+    assert 2 < ours["payloads"] < 2 * 1.2  # padding, headers, acknowledgments
 
 
 @needs_hosts
