@@ -72,15 +72,19 @@ void register_backend(py::module_& module) {
       });
   BackendClass(module, "BackendPowerSGD")
       .def(py::init([](int rank, int size, const std::vector<Inner>& inners, const Options& options,
-                       py::function log) {
+                       py::function log, std::vector<int> hosts) {
              std::vector<InnerAndConnect> all;
              for (const auto& [device, inner, connect, store] : inners) {
                all.push_back({at::Device(device).type(), inner, make_connect(connect), store});
              }
              return c10::make_intrusive<BackendPowerSGD>(rank, size, std::move(all), options,
-                                                         make_log_sink(std::move(log)));
+                                                         make_log_sink(std::move(log)),
+                                                         std::move(hosts));
            }),
-           py::arg("rank"), py::arg("size"), py::arg("inners"), py::arg("options"), py::arg("log"))
+           py::arg("rank"), py::arg("size"), py::arg("inners"), py::arg("options"), py::arg("log"),
+           py::arg("hosts"))
+      .def_property_readonly("hosts",
+                             [](const BackendPowerSGD& self) { return self.session()->hosts(); })
       .def_property_readonly("options", &BackendPowerSGD::getBackendOptions)
       .def_property_readonly("ended", &BackendPowerSGD::ended)
       .def("get_error", &BackendPowerSGD::getError, NoGil())

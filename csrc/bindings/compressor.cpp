@@ -30,11 +30,12 @@ BucketPlan plan_of(const std::vector<std::vector<int64_t>>& shapes, const Option
   return plan_bucket(bucket, options);
 }
 
-// NCCL sums on GPUs, and this project's packets elsewhere.
-Ranks ranks_on(c10::DeviceType device, int32_t count) {
-  Ranks ranks{0, count};
-  ranks.backend_sums = device == c10::DeviceType::CUDA;
-  return ranks;
+// NCCL sums on GPUs, and this project's packets elsewhere. Each host has `per_host` ranks.
+Ranks ranks_on(c10::DeviceType device, int32_t count, int32_t per_host) {
+  std::vector<int> hosts;
+  for (int32_t rank = 0; rank < count; ++rank) hosts.push_back(rank / per_host);
+  return {0, count, /*backend_sums=*/device == c10::DeviceType::CUDA, /*schedule=*/{},
+          levels_of(hosts, 0)};
 }
 
 // The launches of CUDA kernels since the start of the process: 0 in a build without them.
@@ -72,28 +73,29 @@ void register_stages(py::module_& module) {
   module.def(
       "memory_needs",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
-         at::ScalarType dtype, const std::string& device, int32_t world_size) {
+         at::ScalarType dtype, const std::string& device, int32_t world_size, int32_t per_host) {
         const c10::DeviceType type = at::Device(device).type();
         return memory_needs(plan_of(shapes, options, dtype), options, dtype, type,
-                            ranks_on(type, world_size));
+                            ranks_on(type, world_size, per_host));
       },
       py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device"),
-      py::arg("world_size"));
+      py::arg("world_size"), py::arg("per_host") = 1);
   py::class_<Traffic>(module, "Traffic")
       .def_property_readonly("schedule",
                              [](const Traffic& self) { return to_string(self.schedule); })
+      .def_readonly("two_levels", &Traffic::two_levels)
       .def_readonly("payload_bytes", &Traffic::payload_bytes)
       .def_readonly("sent_bytes", &Traffic::sent_bytes);
   module.def(
       "traffic_of",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
-         at::ScalarType dtype, const std::string& device, int32_t world_size) {
-        const StepTraffic step = traffic_of(plan_of(shapes, options, dtype), options, dtype,
-                                            ranks_on(at::Device(device).type(), world_size));
+         at::ScalarType dtype, const std::string& device, int32_t world_size, int32_t per_host) {
+        const Ranks ranks = ranks_on(at::Device(device).type(), world_size, per_host);
+        const StepTraffic step = traffic_of(plan_of(shapes, options, dtype), options, dtype, ranks);
         return std::make_pair(step.p, step.q);
       },
       py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device"),
-      py::arg("world_size"));
+      py::arg("world_size"), py::arg("per_host") = 1);
   module.def(
       "content_bytes",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,

@@ -107,8 +107,11 @@ HostTables host_tables(const BucketSpec& spec, std::vector<kernels::Matrix> matr
   tables.raw = raw_table(spec.plan);
   tables.tiles = require_stages(spec.device.type()).make_tiles(tables.matrices, tables.raw);
   if (spec.options.wire_dtype) {
-    tables.p_factors = kernels::p_packet_factors(tables.matrices);
-    tables.q_factors = kernels::q_packet_factors(tables.matrices);
+    const auto [p, q] = plan_payloads(spec);
+    tables.p_factors =
+        kernels::slice_of(kernels::p_packet_factors(tables.matrices), p.begin, p.end);
+    tables.q_factors =
+        kernels::slice_of(kernels::q_packet_factors(tables.matrices), q.begin, q.end);
   }
   return tables;
 }
@@ -143,7 +146,9 @@ DeviceTables upload_tables(kernels::Bucket& bucket, const HostTables& tables, at
   bucket.tile_list_begin = tables.tiles.list_begin;
   bucket.largest_rank = tables.tiles.largest_rank;
   return {memory, reinterpret_cast<const kernels::PacketFactor*>(start + places.p_factors),
-          reinterpret_cast<const kernels::PacketFactor*>(start + places.q_factors)};
+          reinterpret_cast<const kernels::PacketFactor*>(start + places.q_factors),
+          static_cast<int32_t>(tables.p_factors.factors.size()),
+          static_cast<int32_t>(tables.q_factors.factors.size())};
 }
 
 BytesOfTables bytes_of_tables(const BucketSpec& spec) {

@@ -18,7 +18,7 @@ struct HostTables {
   std::vector<kernels::Matrix> matrices;
   std::vector<kernels::RawSegment> raw;
   kernels::TileTable tiles;
-  // These are empty if payloads travel as they are.
+  // What this rank sends. These are empty if payloads travel as they are.
   kernels::PacketFactors p_factors, q_factors;
 };
 
@@ -27,6 +27,7 @@ struct DeviceTables {
   at::Tensor memory;
   const kernels::PacketFactor* p_factors;
   const kernels::PacketFactor* q_factors;
+  int32_t num_p_factors, num_q_factors;
 };
 
 // Uploads the tables in one copy, for which the host does not wait, and points `bucket` to them.

@@ -83,6 +83,7 @@ class StagesCompressor final : public BucketCompressor {
 
   int64_t payload_bytes() const override { return plans_.p.wire_bytes + plans_.q.wire_bytes; }
   int64_t gradient_bytes() const override { return spec_.gradient_bytes(); }
+  bool in_two_levels() const override { return plans_.p.levels || plans_.q.levels; }
   int64_t approximation_rank() const override {
     int64_t largest = 0;
     for (const auto& matrix : spec_.plan.matrices) largest = std::max(largest, matrix.rank);
@@ -93,8 +94,8 @@ class StagesCompressor final : public BucketCompressor {
  private:
   void make_payloads() {
     const at::TensorOptions factors = spec_.factor_options();
-    const Payloads elements{at::zeros({plans_.p.padded_numel(spec_.ranks.count)}, factors),
-                            at::zeros({plans_.q.padded_numel(spec_.ranks.count)}, factors)};
+    const Payloads elements{at::zeros({plans_.p.padded_numel}, factors),
+                            at::zeros({plans_.q.padded_numel}, factors)};
     tables_ =
         BucketTables(spec_, states_.of_matrices(), step_counter_.get(), workspaces_, elements);
     if (!stages_.multiplies(tables_.bucket())) {
@@ -102,16 +103,12 @@ class StagesCompressor final : public BucketCompressor {
                         spec_.options.orthogonalization_epsilon);
     }
     kernels::Packets p{}, q{};
-    p.factors = tables_.tables().p_factors;
-    q.factors = tables_.tables().q_factors;
-    for (kernels::Packets* packets : {&p, &q}) {
-      packets->num_factors = static_cast<int32_t>(spec_.plan.matrices.size());
-      packets->raw_dtype = kernels::raw_dtype_of(to_dtype(spec_.gradient_type));
-      packets->ranks = spec_.ranks.count;
-      packets->own_chunk = spec_.ranks.own;
-    }
-    p.raw_offset = spec_.plan.raw_offset();
-    q.raw_offset = plans_.q.numel;
+    const DeviceTables& tables = tables_.tables();
+    p.factors = tables.p_factors;
+    p.num_factors = tables.num_p_factors;
+    q.factors = tables.q_factors;
+    q.num_factors = tables.num_q_factors;
+    p.raw_dtype = q.raw_dtype = kernels::raw_dtype_of(to_dtype(spec_.gradient_type));
     p_ = make_payload(plans_.p, elements.p, p, stages_);
     q_ = make_payload(plans_.q, elements.q, q, stages_);
   }
@@ -151,7 +148,8 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
   }
   const PayloadPlans payloads = plan_payloads(spec);
   for (const PayloadPlan& payload : {payloads.p, payloads.q}) {
-    needs.payloads += payload.padded_numel(ranks.count) * factor + payload.buffer_bytes;
+    needs.payloads += payload.padded_numel * factor * (payload.levels ? 2 : 1);
+    needs.payloads += payload.buffer_bytes;
   }
   const BytesOfTables bytes = bytes_of_tables(spec);
   needs.tables = bytes.tables;

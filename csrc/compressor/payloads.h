@@ -15,18 +15,22 @@ namespace powersgd {
 
 // How one payload travels.
 struct PayloadPlan {
-  int64_t numel;
+  int64_t numel = 0;
+  int64_t padded_numel = 0;  // as many for each slice of a host, or for each chunk of elements
+  std::shared_ptr<const Levels> levels = {};  // null: one level
+  // What this rank sends: the elements [begin, end) of the payload, which are all or its slice, to
+  // `peers` ranks, of which it is number `own`.
+  int64_t begin = 0, end = 0;
+  int32_t own = 0, peers = 1;
   Schedule schedule = Schedule::kAllreduce;
   bool in_packets = false;         // else as elements
   kernels::PacketLayout layout{};  // of packets
-  int64_t chunk_numel = 0;         // of elements two-shot; the last chunk is padded
-  int64_t wire_bytes = 0;          // of all that this rank sends once
+  int64_t raw_offset = 0;          // in the payload, of the raw segments that this rank sends
+  int64_t sent_bytes = 0;          // by this rank to one peer, in all
+  int64_t wire_bytes = 0;          // the same for all slices of a host
   int64_t buffer_bytes = 0;        // of all buffers besides the elements
 
-  // The elements with their padding.
-  int64_t padded_numel(int64_t ranks) const {
-    return chunk_numel > 0 ? ranks * chunk_numel : numel;
-  }
+  int64_t slice_numel() const { return levels ? padded_numel / levels->within.count() : numel; }
 };
 
 struct PayloadPlans {
@@ -34,12 +38,16 @@ struct PayloadPlans {
 };
 PayloadPlans plan_payloads(const BucketSpec& spec);
 
-// Returns how `bytes` bytes travel: one-shot if that sends hardly more than two-shot would, because
-// a second exchange takes time, too.
-Schedule choose_schedule(const Ranks& ranks, int64_t bytes);
+// Returns how `bytes` bytes travel among `ranks` ranks: one-shot if that sends hardly more than
+// two-shot would, because a second exchange takes time, too.
+Schedule choose_schedule(int64_t ranks, int64_t bytes);
 
-// Makes a payload. `elements` has plan.padded_numel() of them. `packets` is complete except for its
-// layout and buffers.
+// True if packets of `bytes` bytes are summed in two levels: unless one level sends hardly more
+// from a host, because it takes fewer exchanges.
+bool takes_two_levels(const Levels& levels, int64_t bytes);
+
+// Makes a payload. `elements` has plan.padded_numel of them. `packets` is complete except for its
+// layout, its buffers, and what the plan has.
 std::unique_ptr<Payload> make_payload(const PayloadPlan& plan, const at::Tensor& elements,
                                       const kernels::Packets& packets, const Stages& stages);
 

@@ -9,11 +9,17 @@
 namespace powersgd {
 namespace {
 
-Traffic traffic_of_payload(const PayloadPlan& plan, int64_t ranks) {
-  const int64_t bytes = plan.wire_bytes;
-  const int64_t others = ranks - 1;
-  const bool one_shot = plan.schedule == Schedule::kOneShot;
-  return {plan.schedule, bytes, one_shot ? others * bytes : 2 * others * bytes / ranks};
+Traffic traffic_of_payload(const PayloadPlan& plan, const Ranks& ranks) {
+  Traffic traffic{plan.schedule, plan.levels != nullptr, plan.wire_bytes};
+  const int64_t peers = plan.schedule == Schedule::kAllreduce ? ranks.count : plan.peers;
+  int64_t others = peers - 1, senders = 1;
+  if (ranks.levels && !plan.levels && plan.schedule != Schedule::kAllreduce) {
+    senders = ranks.levels->within.count();
+    others -= senders - 1;
+  }
+  const int64_t bytes = senders * others * plan.wire_bytes;
+  traffic.sent_bytes = plan.schedule == Schedule::kOneShot ? bytes : 2 * bytes / peers;
+  return traffic;
 }
 
 }  // namespace
@@ -33,7 +39,7 @@ std::string to_string(Schedule schedule) {
 StepTraffic traffic_of(const BucketPlan& plan, const Options& options, at::ScalarType gradient_type,
                        Ranks ranks) {
   const PayloadPlans plans = plan_payloads({plan, options, gradient_type, at::kCPU, ranks});
-  return {traffic_of_payload(plans.p, ranks.count), traffic_of_payload(plans.q, ranks.count)};
+  return {traffic_of_payload(plans.p, ranks), traffic_of_payload(plans.q, ranks)};
 }
 
 int64_t content_bytes(const BucketPlan& plan, const Options& options,

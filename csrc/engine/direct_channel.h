@@ -20,14 +20,15 @@ struct Mail {
   struct Round {
     at::Tensor output;   // of the collective: a row for each rank
     at::Tensor landing;  // where messages arrive: the output, or host memory in its place
+    Members members;     // the ranks that send
     std::vector<c10::intrusive_ptr<c10d::Work>> receives;
   };
   int32_t tag = 0;  // of the first collective's messages; each further collective adds 1
   std::vector<Round> rounds;
 };
 
-// Purpose: runs the gathers and all-to-alls of one job as direct messages between all ranks at
-// once, which take as long as one message, whatever the number of ranks. Messages of other jobs may
+// Purpose: runs the gathers and all-to-alls of one job as direct messages between all members at
+// once, which take as long as one message, whatever their number. Messages of other jobs may
 // be in flight too; tags tell them apart. An all-reduce is the backend's own, and has ended when it
 // returns, so only a job that runs alone may have one.
 //
@@ -46,8 +47,8 @@ class DirectChannel final : public Channel {
       : connect_(std::move(connect)), timeout_(timeout), mail_(std::move(mail)) {}
 
   void allreduce(at::Tensor& payload) override;
-  void allgather(at::Tensor& output, at::Tensor& input) override;
-  void alltoall(at::Tensor& output, at::Tensor& input) override;
+  void allgather(at::Tensor& output, at::Tensor& input, const Members* members) override;
+  void alltoall(at::Tensor& output, at::Tensor& input, const Members* members) override;
 
   // True from the start of a collective until end().
   bool in_flight() const { return in_flight_; }
@@ -63,9 +64,11 @@ class DirectChannel final : public Channel {
   Mail post_ahead(int32_t tag);
 
  private:
-  void begin_round(const at::Tensor& output);
+  const Mail::Round& begin_round(const at::Tensor& output, const Members* members);
   void post(Mail::Round& round, int32_t tag);
-  void begin(const at::Tensor& output, const at::Tensor& input, bool scatters);
+  void begin(const at::Tensor& output, const at::Tensor& input, const Members* members,
+             bool scatters);
+  Members all_ranks();
   c10d::Backend& backend();
 
   const std::function<BackendPtr()> connect_;

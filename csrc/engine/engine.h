@@ -11,9 +11,12 @@
 #include <utility>
 #include <vector>
 
+#include "powersgd/core/hosts.h"
+
 namespace powersgd {
 
-// The communicator of a job. All tensors are contiguous.
+// The communicator of a job. All tensors are contiguous. A gather or an all-to-all is among
+// `members`, in their order, or among all ranks if it is null.
 //
 // A collective begins when it is called, after the job's own operations, and has ended when the
 // next part of the job runs. Until then, the part must not touch its tensors or begin another
@@ -23,11 +26,12 @@ class Channel {
   virtual ~Channel() = default;
   // Sums `payload` over the ranks in place.
   virtual void allreduce(at::Tensor& payload) = 0;
-  // Fills `output` with the `input` of all ranks, in the order of the ranks.
-  virtual void allgather(at::Tensor& output, at::Tensor& input) = 0;
+  // Fills `output` with the `input` of all ranks, in the order of the ranks. `input` may be this
+  // rank's part of `output`.
+  virtual void allgather(at::Tensor& output, at::Tensor& input, const Members* members) = 0;
   // Cuts `input` into one equal part for each rank. Fills `output` with the parts for this rank, in
   // the order of the ranks that sent them.
-  virtual void alltoall(at::Tensor& output, at::Tensor& input) = 0;
+  virtual void alltoall(at::Tensor& output, at::Tensor& input, const Members* members) = 0;
 };
 
 // What an engine runs: a sequence of parts, each of which may begin a collective. While the

@@ -7,7 +7,7 @@
 namespace powersgd {
 namespace {
 
-constexpr uint64_t kTagsOfAJob = 8;  // half of them for the job, half for the next of its exchange
+constexpr uint64_t kTagsOfAJob = 16;  // half of them for the job, half for the next of its exchange
 constexpr uint64_t kTags = uint64_t{1} << 30;
 
 int32_t tag_of(uint64_t number, bool is_next) {

@@ -83,11 +83,11 @@ struct StreamEngine::Shared {
     void allreduce(at::Tensor& payload) override {
       in_order([&] { channel_.allreduce(payload); });
     }
-    void allgather(at::Tensor& output, at::Tensor& input) override {
-      in_order([&] { channel_.allgather(output, input); });
+    void allgather(at::Tensor& output, at::Tensor& input, const Members* members) override {
+      in_order([&] { channel_.allgather(output, input, members); });
     }
-    void alltoall(at::Tensor& output, at::Tensor& input) override {
-      in_order([&] { channel_.alltoall(output, input); });
+    void alltoall(at::Tensor& output, at::Tensor& input, const Members* members) override {
+      in_order([&] { channel_.alltoall(output, input, members); });
     }
 
    private:

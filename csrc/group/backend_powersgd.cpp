@@ -23,10 +23,10 @@ Inners without_connect(const std::vector<InnerAndConnect>& inners) {
 }  // namespace
 
 BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerAndConnect> inners,
-                                 powersgd::Options options, LogSink log)
+                                 powersgd::Options options, LogSink log, std::vector<int> hosts)
     : ForwardingBackend(rank, size, without_connect(inners)),
       session_(std::make_shared<Session>(rank, size, std::move(inners), std::move(options),
-                                         std::move(log))),
+                                         std::move(log), std::move(hosts))),
       flat_tensors_(std::make_unique<FlatTensors>(session_)) {}
 
 BackendPowerSGD::~BackendPowerSGD() {
@@ -77,10 +77,15 @@ c10::intrusive_ptr<c10d::Backend> BackendPowerSGD::split(
   }
   const BackendPtr& first = children.front().inner;
   if (!first) return nullptr;
+  const std::vector<int>& host_of = session_->hosts();
+  std::vector<int> hosts;
+  for (const int rank : ranks) {
+    if (!host_of.empty()) hosts.push_back(host_of.at(static_cast<size_t>(rank)));
+  }
   const auto* given = dynamic_cast<const BackendOptions*>(opts.get());
   auto child = c10::make_intrusive<BackendPowerSGD>(
       first->getRank(), first->getSize(), std::move(children),
-      given ? given->compression : session_->options(), session_->log_sink());
+      given ? given->compression : session_->options(), session_->log_sink(), std::move(hosts));
   if (opts) child->session()->set_timeout(opts->timeout);
   return child;
 }

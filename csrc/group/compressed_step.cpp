@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "group/compressed_step.h"
 
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -29,9 +30,9 @@ class Step {
     begin_reduction(Stage::kReduceP, channel);
   }
 
-  void reach_owners(Channel& channel) {
+  void go_on(size_t collective, Channel& channel) {
     const StageTimer timer(*stats_, reduction_);
-    continue_sum(*payload_, channel);
+    begin_collective(*payload_, collective, channel);
   }
 
   void middle(Channel& channel) {
@@ -93,7 +94,7 @@ class Step {
     tell_probe(to_string(stage));
     reduction_ = stage;
     const StageTimer timer(*stats_, stage);
-    begin_sum(*payload_, channel);
+    begin_collective(*payload_, 0, channel);
   }
 
   void end_reduction() {
@@ -118,12 +119,18 @@ Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const a
                     std::shared_ptr<const StageProbe> probe) {
   const auto step = std::make_shared<Step>(compressor, gradient, info, stats, std::move(probe));
   Job job;
-  job.parts = {[step](Channel& channel) { step->begin(channel); },
-               [step](Channel& channel) { step->reach_owners(channel); },
-               [step](Channel& channel) { step->middle(channel); },
-               [step](Channel& channel) { step->reach_owners(channel); },
-               [step](Channel&) { step->end(); }};
-  job.parts_ahead = 2;
+  const size_t collectives =
+      compressor->in_two_levels() ? kCollectivesOfTwoLevels : kCollectivesOfOneLevel;
+  const auto sum_up = [&](const std::function<void(Channel&)>& begin) {
+    job.parts.push_back(begin);
+    for (size_t i = 1; i < collectives; ++i) {
+      job.parts.push_back([step, i](Channel& channel) { step->go_on(i, channel); });
+    }
+  };
+  sum_up([step](Channel& channel) { step->begin(channel); });
+  job.parts_ahead = job.parts.size();
+  sum_up([step](Channel& channel) { step->middle(channel); });
+  job.parts.push_back([step](Channel&) { step->end(); });
   job.observe = [step] { return step->observe(); };
   job.undo = [compressor] { compressor->rollback(); };
   for (const ParameterStatePtr& state : compressor->states()) job.changes.push_back(state.get());

@@ -39,11 +39,13 @@ c10::intrusive_ptr<c10d::Store> clone_of(const c10::intrusive_ptr<c10d::Store>& 
 }  // namespace
 
 Session::Session(int rank, int size, std::vector<InnerAndConnect> inners, powersgd::Options options,
-                 LogSink log)
+                 LogSink log, std::vector<int> hosts)
     : rank_(rank),
       size_(size),
       options_(std::move(options)),
       log_(std::move(log)),
+      hosts_(std::move(hosts)),
+      levels_(levels_of(hosts_, rank)),
       stats_(std::make_shared<Stats>()),
       warnings_(std::make_shared<Messages>()),
       inners_(std::move(inners)) {
@@ -79,7 +81,7 @@ Ranks Session::ranks_on(c10::Device device) const {
   const bool has_streams = std::any_of(inners_.begin(), inners_.end(), [&](const auto& of) {
     return of.device == device.type() && !of.connect;
   });
-  return {rank_, size_, /*backend_sums=*/has_streams};
+  return {rank_, size_, /*backend_sums=*/has_streams, /*schedule=*/{}, levels_};
 }
 
 Session::WorkPtr Session::submit_collective(std::vector<at::Tensor> tensors, Job job,

@@ -38,10 +38,12 @@ def memory_needs(
     dtype: torch.dtype,
     device: str,
     world_size: int,
+    per_host: int = 1,
 ) -> MemoryNeeds: ...
 
 class Traffic:
     schedule: str
+    two_levels: bool
     payload_bytes: int
     sent_bytes: int
 
@@ -51,6 +53,7 @@ def traffic_of(
     dtype: torch.dtype,
     device: str,
     world_size: int,
+    per_host: int = 1,
 ) -> tuple[Traffic, Traffic]: ...
 def content_bytes(shapes: Sequence[Sequence[int]], options: Options, dtype: torch.dtype) -> int: ...
 
@@ -96,7 +99,10 @@ class BackendPowerSGD(Backend):
         ],
         options: Options,
         log: Callable[[bool, str], None],
+        hosts: Sequence[int],
     ) -> None: ...
+    @property
+    def hosts(self) -> list[int]: ...  # the number of each rank's host
     @property
     def options(self) -> BackendOptions: ...
     @property

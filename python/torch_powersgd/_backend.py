@@ -22,6 +22,7 @@ from torch_powersgd.group_backends import (
     find_backend,
     served_device_types,
 )
+from torch_powersgd.hosts import numbered, this_host
 from torch_powersgd.option_values import must_be, require
 from torch_powersgd.options import Options, resolve, to_core, to_plain
 
@@ -66,7 +67,7 @@ def create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.B
     rank, size = dist_options.group_rank, dist_options.group_size
     groups = PrefixStore("powersgd", dist_options.store)
     store = store_of_call(groups, count_call(groups, rank))
-    options = _agree(dist_options, store, pg_options)
+    options, hosts = _agree(dist_options, store, pg_options)
     inners = []
     for device in served_device_types(NAME):
         name = _inner_name(options, device)
@@ -75,11 +76,15 @@ def create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.B
         blocks = name not in STREAM_ORDERED
         connect = functools.partial(_connect_engine, name, dist_options) if blocks else None
         inners.append((device, inner, connect, PrefixStore(f"{device}/engine", store)))
-    return _C.BackendPowerSGD(rank, size, inners, to_core(options), _log)
+    return _C.BackendPowerSGD(rank, size, inners, to_core(options), _log, hosts)
 
 
-def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: object) -> Options:
-    """Returns this rank's options once all ranks have the same valid options and the same kernels.
+def _agree(
+    dist_options: _DistributedBackendOptions, store: Store, pg_options: object
+) -> tuple[Options, list[int]]:
+    """Returns this rank's options, and the number of each rank's host.
+
+    All ranks then have the same valid options and the same kernels.
 
     It isn't known yet which device's kernels will run. That doesn't matter, because ranks with
     tensors on different device types never exchange payloads: each type has its own inner backend.
@@ -91,7 +96,8 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
 
     def make() -> tuple[Options, dict[str, Any]]:
         options = resolve(pg_options)
-        return options, {"kernels": _C.kernels_version, **to_plain(options)}
+        mine = {"kernels": _C.kernels_version, **to_plain(options)}
+        return options, {"host": this_host(), "compared": mine}
 
     def other_backend(call: CollectiveCall, absent: list[int]) -> str:
         # A gloo group created instead of this one stores its address under this key.
@@ -111,7 +117,11 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         dist_options.timeout,
         other_backend,
     )
-    return call.agree_on(make, compare_options)[0]
+    return call.agree_on(
+        make,
+        lambda everyone: compare_options([given["compared"] for given in everyone]),
+        lambda everyone: numbered([given["host"] for given in everyone]),
+    )
 
 
 def compare_options(everyone: list[dict[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch_powersgd import grad_scaler, log
 from torch_powersgd._core import _C
 from torch_powersgd.attachment import Attachment
 from torch_powersgd.compression import Compression
+from torch_powersgd.group_backends import find_backends
 from torch_powersgd.matrices import exact_dtypes, highest_rank, is_exact
 from torch_powersgd.options import Options, to_core
 from torch_powersgd.proposal import agree
@@ -160,18 +161,27 @@ def _announce(compression: Compression, target: Target) -> None:
             + (f". Those in {exact} are averaged exactly" if exact else "")
         )
         return
+    per_host = Counter(find_backends(group)[0].hosts).values()
     on_one_host = (
         "; all processes run on this host, where plain all-reduce may be just as fast"
-        if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
+        if len(per_host) == 1
         else ""
     )
+    fewest, most = min(per_host), max(per_host)
+    in_two_levels = len(per_host) > 1 and fewest == most > 1
+    sender = f"in a step, each host of {most} processes" if in_two_levels else "a step"
     share = 100 * outline.compressed_numel / outline.numel
     those = f"; those in {exact} are averaged exactly" if exact else ""
     say.notice(
         f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
-        f"elements) are compressed at matrix rank {rank}{those}; a step sends "
+        f"elements) are compressed at matrix rank {rank}{those}; {sender} sends "
         f"{size_text(outline.bytes_after)} instead of {size_text(outline.bytes_before)}, from "
         f"step {options.start_powerSGD_iter} on{on_one_host}"
     )
+    if fewest != most:
+        say.notice(
+            f"hosts have {fewest} to {most} processes, so each process sends for itself. With "
+            "equally many, a host would send the sum of its processes"
+        )
     if advice := target.advice(outline.bytes_before):
         say.notice(advice)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from torch_powersgd import log
+from torch_powersgd import hosts, log
 from torch_powersgd._core import _C
 from torch_powersgd.option_values import cut, dtype_name, must_be, parse, require, shown, typed
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 _PREFIX = "POWERSGD_"
-# setup.py and the benchmarks read these.
-_OTHER_VARIABLES = (f"{_PREFIX}BUILD_CUDA", f"{_PREFIX}COMMIT")
+# setup.py, the benchmarks and hosts.py read these.
+_OTHER_VARIABLES = (f"{_PREFIX}BUILD_CUDA", f"{_PREFIX}COMMIT", hosts.VARIABLE)
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,16 @@ struct PacketWork {
     GroupBuffer exact, sent;
     load_group(group, exact.values);
     write_group(layout.factors.dtype, place, exact.values, packets.sent, sent.values);
+    if (packets.of_host) return keep_rounding(group, exact, sent);
     if (group.q_local == nullptr) return;
     change_q_local(group, [&](Floats, int64_t j) { return load(sent.values + j); });
+  }
+
+  static void keep_rounding(const Group& group, const GroupBuffer& exact, const GroupBuffer& sent) {
+    if (group.q_local == nullptr) return;
+    change_q_local(group, [&](Floats q, int64_t j) {
+      return q + (load(sent.values + j) - load(exact.values + j));
+    });
   }
 
   void quantize(const ParallelFor& parallel_for) const {
@@ -122,10 +130,7 @@ struct PacketWork {
     GroupBuffer exact, sent;
     sum_group(layout.factors.dtype, place, sources, exact.values);
     write_group(layout.factors.dtype, place, exact.values, packets.reduced, sent.values);
-    if (group.q_local == nullptr) return;
-    change_q_local(group, [&](Floats q, int64_t j) {
-      return q + (load(sent.values + j) - load(exact.values + j));
-    });
+    keep_rounding(group, exact, sent);
   }
 
   void requantize(const ParallelFor& parallel_for) const {

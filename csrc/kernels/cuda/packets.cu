@@ -31,6 +31,16 @@ __device__ __forceinline__ void for_q_local(const Group* batch, const Visit& vis
   });
 }
 
+// Adds to q_local what rounding has changed.
+__device__ __forceinline__ void keep_rounding(const Group* batch, const BatchOf<float>& exact,
+                                              const BatchOf<float>& sent) {
+  BatchOf<float> old;
+  for_q_local(batch, [&](int g, int j, const float* q) { old[g][j] = *q; });
+  for_q_local(batch, [&](int g, int j, float* q) {
+    store_if_finite(q, old[g][j] + (sent[g][j] - exact[g][j]));
+  });
+}
+
 // payload -> sent.
 struct Quantize {
   static __device__ __forceinline__ void take(const Packets& packets, const Group* batch) {
@@ -42,6 +52,7 @@ struct Quantize {
     });
     with_wire(packets.layout.factors.dtype,
               [&](auto wire) { send<decltype(wire)::value>(exact, batch, packets.sent, sent); });
+    if (packets.of_host) return keep_rounding(batch, exact, sent);
     for_q_local(batch, [&](int g, int j, float* q) { store_if_finite(q, sent[g][j]); });
   }
 
@@ -63,15 +74,12 @@ struct Requantize {
   }
 
   static __device__ __forceinline__ void take(const Packets& packets, const Group* batch) {
-    BatchOf<float> old, exact, sent;
+    BatchOf<float> exact, sent;
     with_wire(packets.layout.factors.dtype, [&](auto wire) {
       add_sources<decltype(wire)::value>(sources(packets), batch, exact);
       send<decltype(wire)::value>(exact, batch, packets.reduced, sent);
     });
-    for_q_local(batch, [&](int g, int j, const float* q) { old[g][j] = *q; });
-    for_q_local(batch, [&](int g, int j, float* q) {
-      store_if_finite(q, old[g][j] + (sent[g][j] - exact[g][j]));
-    });
+    keep_rounding(batch, exact, sent);
   }
 
   static __device__ __forceinline__ void take_raw(const Packets& packets, int64_t place, float*) {

@@ -31,15 +31,54 @@ PacketWords words_at(int64_t& end, int32_t chunks, int64_t bytes, int64_t count)
   return {bytes, count, std::max<int64_t>(1, per_chunk), take(end, per_chunk * bytes)};
 }
 
+void append(PacketFactors& factors, PacketFactor factor) {
+  factor.group_begin = factors.groups;
+  factors.factors.push_back(factor);
+  factors.groups += ceil_div(factor.size, kGroup) * factor.rank;
+}
+
 PacketFactors packet_factors(const std::vector<Matrix>& matrices,
                              PacketFactor (*factor_of_matrix)(const Matrix&)) {
   PacketFactors result;
-  for (const Matrix& matrix : matrices) {
-    PacketFactor& factor = result.factors.emplace_back(factor_of_matrix(matrix));
-    factor.group_begin = result.groups;
-    result.groups += ceil_div(factor.size, kGroup) * factor.rank;
-  }
+  for (const Matrix& matrix : matrices) append(result, factor_of_matrix(matrix));
   return result;
+}
+
+// A factor as its memory holds it: P has a row for each element of a vector, Q one for each vector.
+int64_t row_length(const PacketFactor& factor) {
+  return factor.element_stride == 1 ? factor.size : factor.rank;
+}
+
+// The rows [begin, end) of a factor.
+PacketFactor rows_of(PacketFactor factor, int64_t begin, int64_t end) {
+  factor.offset += begin * row_length(factor);
+  if (factor.element_stride == 1) {
+    if (factor.q_local) factor.q_local = static_cast<float*>(factor.q_local) + begin * factor.size;
+    factor.rank = end - begin;
+  } else {
+    factor.size = end - begin;
+  }
+  return factor;
+}
+
+// The elements [begin, end) of one row, as a vector.
+PacketFactor part_of_row(const PacketFactor& factor, int64_t row, int64_t begin, int64_t end) {
+  PacketFactor part = rows_of(factor, row, row + 1);
+  part.offset += begin;
+  if (part.q_local) part.q_local = static_cast<float*>(part.q_local) + begin;
+  part.size = end - begin;
+  part.rank = part.element_stride = part.vector_stride = 1;
+  return part;
+}
+
+// Appends what [begin, end) has of one factor: whole rows, with a part of a row before and after.
+void append_slice(PacketFactors& slice, const PacketFactor& factor, int64_t begin, int64_t end) {
+  const int64_t length = row_length(factor);
+  const int64_t first = ceil_div(begin, length), last = end / length;
+  if (first > last) return append(slice, part_of_row(factor, last, begin % length, end % length));
+  if (begin % length > 0) append(slice, part_of_row(factor, first - 1, begin % length, length));
+  if (first < last) append(slice, rows_of(factor, first, last));
+  if (end % length > 0) append(slice, part_of_row(factor, last, 0, end % length));
 }
 
 }  // namespace
@@ -58,7 +97,7 @@ PacketLayout packet_layout(int32_t chunks, WireDType wire, int64_t factor_groups
   layout.factors = section_at(end, chunks, wire, factor_groups);
   layout.raw = words_at(end, chunks, size_of(raw_dtype), raw_numel);
   layout.flags = words_at(end, chunks, 1, flags);
-  layout.chunk_bytes = round_up(end, kChunkAlignment);
+  layout.chunk_bytes = round_up(std::max<int64_t>(1, end), kChunkAlignment);
   return layout;
 }
 
@@ -73,6 +112,17 @@ PacketFactors q_packet_factors(const std::vector<Matrix>& matrices) {
     return PacketFactor{matrix.q_offset, matrix.cols, matrix.rank,   1,
                         matrix.cols,     0,           matrix.q_local};
   });
+}
+
+PacketFactors slice_of(const PacketFactors& factors, int64_t begin, int64_t end) {
+  PacketFactors slice;
+  for (const PacketFactor& factor : factors.factors) {
+    const int64_t numel = factor.size * factor.rank;
+    const int64_t from = std::clamp<int64_t>(begin - factor.offset, 0, numel);
+    const int64_t to = std::clamp<int64_t>(end - factor.offset, 0, numel);
+    if (from < to) append_slice(slice, factor, from, to);
+  }
+  return slice;
 }
 
 }  // namespace powersgd::kernels

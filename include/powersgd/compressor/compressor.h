@@ -80,8 +80,11 @@ class BucketCompressor {
   // Undoes project to within one rounding of M. The gradient stays unchanged.
   virtual void rollback() = 0;
 
-  // The bytes of both payloads on the wire, as elements or as this rank's packets.
+  // The bytes of both payloads on the wire, as elements or as this rank's packets. In two levels,
+  // those of all ranks of a host, because each sends a slice.
   virtual int64_t payload_bytes() const = 0;
+  // True if a payload has a host().
+  virtual bool in_two_levels() const = 0;
   virtual int64_t gradient_bytes() const = 0;
   // The largest rank of the bucket's matrices.
   virtual int64_t approximation_rank() const = 0;

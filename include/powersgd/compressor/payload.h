@@ -4,7 +4,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
+
+#include "powersgd/core/hosts.h"
 
 namespace powersgd {
 
@@ -22,7 +25,20 @@ struct Ranks {
   // True if the backend's all-reduce is the best way to sum elements (NCCL). Otherwise (Gloo)
   // elements travel straight to the ranks that add them, as packets do.
   bool backend_sums = true;
-  std::optional<Schedule> schedule = {};  // for tests; null: chosen by the bytes that are sent
+  std::optional<Schedule> schedule = {};      // for tests; null: chosen by the bytes that are sent
+  std::shared_ptr<const Levels> levels = {};  // null: payloads are summed in one level
+};
+
+// What the ranks of a host add before their sum leaves it. The elements are cut into one slice for
+// each of them.
+struct HostSum {
+  std::shared_ptr<const Levels> levels;
+  at::Tensor slices;  // all elements of the payload, the last slice padded
+  at::Tensor terms;   // this rank's slice of every rank of the host
+  at::Tensor slice;   // this rank's, in `slices`
+
+  // Makes `slice` the sum of the terms, in the order of the ranks.
+  void add();
 };
 
 // Purpose: a payload of one step, which the caller sums over the ranks by schedule():
@@ -34,6 +50,12 @@ struct Ranks {
 //
 // elements() then holds the sum. Ranks send packets (powersgd/packets.h) if the wire rounds, and
 // otherwise the elements themselves.
+//
+// If there is a host(), ranks sum in two levels, and schedule() is that of the second one:
+//
+//   within a host       all-to-all slices to terms ; add
+//   across the hosts    sum the slice, by schedule()
+//   within a host       all-gather slice to slices
 //
 // Contract: all ranks have equal schedules and equal sizes. Each buffer keeps its memory in every
 // step, and no two overlap, so a message may arrive before the step asks for it. A single rank
@@ -50,6 +72,7 @@ class Payload {
   Payload& operator=(const Payload&) = delete;
 
   virtual Schedule schedule() const = 0;
+  virtual HostSum* host() = 0;         // null: one level
   virtual at::Tensor& elements() = 0;  // in float32
 
   virtual at::Tensor& sent() = 0;

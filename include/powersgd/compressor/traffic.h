@@ -12,11 +12,12 @@
 
 namespace powersgd {
 
-// One rank's part in one of the two reductions of a step.
+// One host's part in one of the two reductions of a step.
 struct Traffic {
   Schedule schedule = Schedule::kAllreduce;
-  int64_t payload_bytes = 0;  // of the payload's elements, or of this rank's packet
-  int64_t sent_bytes = 0;     // what leaves this rank, if an all-reduce is a ring
+  bool two_levels = false;
+  int64_t payload_bytes = 0;  // of the payload's elements, or of its packets
+  int64_t sent_bytes = 0;     // what leaves the host of a rank, if an all-reduce is a ring
 };
 
 // "all-reduce", "one-shot" or "two-shot".

@@ -42,8 +42,9 @@ struct BackendOptions : c10d::Backend::Options {
 // are safe from any thread.
 class BackendPowerSGD : public ForwardingBackend {
  public:
+  // `hosts` as in Session.
   BackendPowerSGD(int rank, int size, std::vector<InnerAndConnect> inners,
-                  powersgd::Options options, LogSink log = {});
+                  powersgd::Options options, LogSink log = {}, std::vector<int> hosts = {});
   ~BackendPowerSGD() override;
 
   const std::shared_ptr<Session>& session() const { return session_; }

@@ -66,8 +66,9 @@ class Session {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+  // Rank i is on host `hosts[i]`, hosts numbered in any way. Empty: on a host of its own.
   Session(int rank, int size, std::vector<InnerAndConnect> inners, powersgd::Options options,
-          LogSink log);
+          LogSink log, std::vector<int> hosts = {});
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -79,6 +80,7 @@ class Session {
   const powersgd::Options& options() const { return options_; }
   const LogSink& log_sink() const { return log_; }
   const std::vector<InnerAndConnect>& inners() const { return inners_; }
+  const std::vector<int>& hosts() const { return hosts_; }
 
   // Reductions. Each of the first two returns at once.
 
@@ -195,6 +197,8 @@ class Session {
   const int size_;
   const powersgd::Options options_;
   const LogSink log_;
+  const std::vector<int> hosts_;
+  const std::shared_ptr<const Levels> levels_;  // null: one
   const std::shared_ptr<Stats> stats_;
   const std::shared_ptr<Messages> warnings_;
   std::vector<InnerAndConnect> inners_;

@@ -36,7 +36,8 @@
 //     as 0. A group with an element that is not finite sums to NaN, if its dtype has scales.
 //   - Sums are computed in float, in the order of the ranks, so all ranks get the same
 //     bits. requantize rounds sums of raw elements to their dtype.
-//   - quantize sets q_local to the value that was sent.
+//   - quantize sets q_local to the value that was sent. If the payload is the sum of a host's ranks,
+//     it gives this rank the rounding of the sum: q_local += (what was sent) - (the sum).
 //   - requantize gives the owner the rounding of the sum, for the factors of its chunk: q_local +=
 //     (new sum) - (exact sum). The local q of all ranks then add up to the Q that all apply.
 //   - A q_local that would not be finite stays as it was: such a step is skipped.
@@ -104,6 +105,10 @@ struct PacketFactors {
 PacketFactors p_packet_factors(const std::vector<Matrix>& matrices);
 PacketFactors q_packet_factors(const std::vector<Matrix>& matrices);
 
+// Returns the parts of the factors that lie in the elements [begin, end) of the payload, which may
+// begin and end anywhere.
+PacketFactors slice_of(const PacketFactors& factors, int64_t begin, int64_t end);
+
 // Everything that the three functions read. All pointers are in memory of the device.
 struct Packets {
   PacketLayout layout;
@@ -113,6 +118,7 @@ struct Packets {
   DType raw_dtype;     // of raw elements in packets: float32 or bfloat16
   void* payload;       // float32: [ factors | raw segments | flags ]
   int64_t raw_offset;  // in the payload, of the raw segments; the flags follow them
+  bool of_host;        // the payload is the sum of a host's ranks
 
   int32_t ranks;
   int32_t own_chunk;  // two-shot: this rank's number

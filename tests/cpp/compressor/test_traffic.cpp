@@ -51,6 +51,35 @@ TEST(Traffic, IsThatOfTheCompressor) {
   }
 }
 
+// What leaves a host of two levels is what a rank with a host of its own sends.
+TEST(Traffic, OfAHostIsThatOfARank) {
+  for (const int devices : {2, 8}) {
+    for (const int hosts : {2, 4}) {
+      std::vector<int> host_of;
+      for (int rank = 0; rank < hosts * devices; ++rank) host_of.push_back(rank / devices);
+      const int32_t size = hosts * devices;
+      const auto levels = levels_of(host_of, 0);
+      const auto traffic = [&](int64_t rows, const Ranks& ranks) {
+        const Options options = test::compressing(3, WireDType::kInt8);
+        return traffic_of(plan_bucket({{{rows, 200}, {}}}, options), options, at::kFloat, ranks).p;
+      };
+      const Traffic two = traffic(300'000, {0, size, false, {}, levels});
+      EXPECT_TRUE(two.two_levels);
+      const Traffic one = traffic(300'000, {0, hosts, false});
+      EXPECT_EQ(two.schedule, one.schedule);
+      EXPECT_GE(two.sent_bytes, one.sent_bytes);
+      EXPECT_LT(two.sent_bytes - one.sent_bytes, 256 * size) << "more than padding";
+      // One exchange of small packets: each rank of a host sends to each of the others.
+      const Traffic small = traffic(100, {0, size, false, {}, levels});
+      EXPECT_EQ(small.two_levels,
+                small.payload_bytes * (devices * devices - 1) * (hosts - 1) > 65536);
+      if (!small.two_levels) {
+        EXPECT_EQ(small.sent_bytes, devices * devices * (hosts - 1) * small.payload_bytes);
+      }
+    }
+  }
+}
+
 TEST(Traffic, PacketsAreGatheredWhileThatSendsLittleMore) {
   for (const int64_t rows : {100, 100'000}) {
     Options options = test::compressing(3, WireDType::kInt8);
@@ -85,9 +114,7 @@ TEST(Traffic, ContentOfExactGradientsIsAllOfThem) {
 }
 
 TEST(Schedule, FollowsFromTheSize) {
-  const auto schedule = [](int32_t ranks, int64_t bytes) {
-    return choose_schedule({0, ranks}, bytes);
-  };
+  const auto schedule = [](int32_t ranks, int64_t bytes) { return choose_schedule(ranks, bytes); };
   for (const int64_t bytes : {int64_t{64}, int64_t{1} << 40}) {
     EXPECT_EQ(schedule(1, bytes), Schedule::kOneShot);
     EXPECT_EQ(schedule(2, bytes), Schedule::kOneShot);

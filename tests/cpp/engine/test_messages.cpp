@@ -63,15 +63,15 @@ class Bucket {
     mine_.fill_(number);
     if (kind_ == Kind::kOneShot) {
       at::Tensor one = mine_.narrow(0, 0, 1);
-      channel.allgather(received_[payload], one);
+      channel.allgather(received_[payload], one, nullptr);
     } else {
-      channel.alltoall(received_[payload], mine_);
+      channel.alltoall(received_[payload], mine_, nullptr);
     }
   }
   void reach_owners(Channel& channel, size_t payload) {
     if (kind_ == Kind::kOneShot) return;
     reduced_.copy_(received_[payload].sum());
-    channel.allgather(gathered_[payload], reduced_);
+    channel.allgather(gathered_[payload], reduced_, nullptr);
   }
   double sum(size_t payload) {
     if (kind_ == Kind::kOneShot) return received_[payload].sum().item<double>();

@@ -53,7 +53,7 @@ TEST(PipelineEnds, APartMayBeginItsCollectiveAtAnyMomentOfTheEnd) {
         [end](Channel& channel) {
           at::Tensor in = at::ones({1}), out = at::empty({1});
           while (Clock::now() < end) std::this_thread::yield();
-          channel.allgather(out, in);
+          channel.allgather(out, in, nullptr);
         },
         [](Channel&) {});
     pipeline->submit(std::make_shared<Flight>(work, std::move(job), at::kCPU, milliseconds(-1)));

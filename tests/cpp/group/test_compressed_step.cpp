@@ -39,6 +39,7 @@ class RecordingPayload : public Payload {
   RecordingPayload(Log& log, std::string name) : name(std::move(name)), log_(log) {}
 
   Schedule schedule() const override { return chosen; }
+  HostSum* host() override { return of_host.levels ? &of_host : nullptr; }
   at::Tensor& elements() override { return numbers; }
   at::Tensor& sent() override { return all_sent; }
   at::Tensor& received() override { return all_received; }
@@ -53,6 +54,7 @@ class RecordingPayload : public Payload {
   at::Tensor numbers = at::zeros({1});
   at::Tensor all_sent = at::zeros({2}), all_received = at::zeros({3}), all_reduced = at::zeros({4}),
              all_gathered = at::zeros({5});
+  HostSum of_host;  // without levels: none
 
  private:
   Log& log_;
@@ -77,6 +79,7 @@ class RecordingCompressor : public BucketCompressor {
   void reconstruct() override { log_.add("reconstruct"); }
   void rollback() override { log_.add("rollback"); }
   int64_t payload_bytes() const override { return 30; }
+  bool in_two_levels() const override { return p.of_host.levels || q.of_host.levels; }
   int64_t gradient_bytes() const override { return 700; }
   int64_t approximation_rank() const override { return 4; }
   std::vector<ParameterStatePtr> states() const override { return all_states; }
@@ -102,16 +105,20 @@ class RecordingChannel : public Channel {
     const auto observed = observe();
     log_.add("sum " + describe(payload));
   }
-  void allgather(at::Tensor& output, at::Tensor& input) override {
+  void allgather(at::Tensor& output, at::Tensor& input, const Members* members) override {
     const auto observed = observe();
-    log_.add("gather " + describe(input) + " as " + describe(output));
+    log_.add("gather " + describe(input) + " as " + describe(output) + among(members));
   }
-  void alltoall(at::Tensor& output, at::Tensor& input) override {
+  void alltoall(at::Tensor& output, at::Tensor& input, const Members* members) override {
     const auto observed = observe();
-    log_.add("exchange " + describe(input) + " as " + describe(output));
+    log_.add("exchange " + describe(input) + " as " + describe(output) + among(members));
   }
 
  private:
+  static std::string among(const Members* members) {
+    return members ? " among " + std::to_string(members->count()) : "";
+  }
+
   std::string describe(const at::Tensor& tensor) const {
     for (const RecordingPayload* payload : payloads_) {
       if (tensor.is_same(payload->numbers)) return payload->name;
@@ -119,6 +126,9 @@ class RecordingChannel : public Channel {
       if (tensor.is_same(payload->all_received)) return payload->name + " received";
       if (tensor.is_same(payload->all_reduced)) return payload->name + " reduced";
       if (tensor.is_same(payload->all_gathered)) return payload->name + " gathered";
+      if (tensor.is_same(payload->of_host.slices)) return payload->name + " slices";
+      if (tensor.is_same(payload->of_host.terms)) return payload->name + " terms";
+      if (tensor.is_same(payload->of_host.slice)) return payload->name + " slice";
     }
     return "another tensor";
   }
@@ -135,6 +145,11 @@ class CompressedStep : public testing::Test {
     compressor_ = std::make_shared<RecordingCompressor>(log_);
     compressor_->p.chosen = schedule_of_p_;
     compressor_->q.chosen = schedule_of_q_;
+    if (two_levels_of_p_) {
+      at::Tensor slices = at::zeros({8});
+      compressor_->p.of_host = {levels_of({0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2}, 0), slices,
+                                at::zeros({4, 2}), slices.narrow(0, 0, 2)};
+    }
     RecordingChannel channel(log_, *compressor_);
     const Job job = compressed_step(compressor_, gradient_, {0.5, 8, 3, 2}, stats_,
                                     std::make_shared<const StageProbe>(probe));
@@ -152,6 +167,7 @@ class CompressedStep : public testing::Test {
     log_.add("> " + std::string(reached) + " " + std::to_string(bucket));
   };
   Schedule schedule_of_p_ = Schedule::kAllreduce, schedule_of_q_ = Schedule::kAllreduce;
+  bool two_levels_of_p_ = false;
   const at::Tensor gradient_ = at::zeros({3});
   const std::shared_ptr<Stats> stats_ = std::make_shared<Stats>();
   std::shared_ptr<RecordingCompressor> compressor_;
@@ -172,6 +188,20 @@ TEST_F(CompressedStep, ExchangesPacketsByTheirSchedules) {
                            "gather P reduced as P gathered", "dequantize P", "orthogonalize",
                            "back_project", "quantize Q", "gather Q sent as Q received",
                            "dequantize Q", "reconstruct"}));
+  EXPECT_EQ(error_, "no error");
+}
+
+// Four ranks on each of three hosts.
+TEST_F(CompressedStep, SumsWithinAHostBeforeAndAfterTheOthers) {
+  two_levels_of_p_ = true;
+  schedule_of_p_ = Schedule::kTwoShot;
+  schedule_of_q_ = Schedule::kOneShot;
+  EXPECT_EQ(run(),
+            (Events{"project", "exchange P slices as P terms among 4", "quantize P",
+                    "exchange P sent as P received among 3", "requantize P",
+                    "gather P reduced as P gathered among 3", "dequantize P",
+                    "gather P slice as P slices among 4", "orthogonalize", "back_project",
+                    "quantize Q", "gather Q sent as Q received", "dequantize Q", "reconstruct"}));
   EXPECT_EQ(error_, "no error");
 }
 

@@ -77,21 +77,24 @@ class Rank : public test::OneRank {
   BackendChannel channel_;
 };
 
-// The wire, the number of ranks and the schedule.
+// The wire, the host of each rank and the schedule.
 using Wire = std::optional<WireDType>;
-using Case = std::tuple<Wire, int, Schedule>;
+using Hosts = std::vector<int>;
+using Case = std::tuple<Wire, Hosts, Schedule>;
 
 class Exchange : public testing::TestWithParam<Case> {
  protected:
   // Runs `fn` on every rank.
   static void run(const std::function<void(Rank&, test::ThreadBackend&)>& fn) {
     test::run_ranks(size(), [&](int rank, const c10::intrusive_ptr<test::ThreadBackend>& backend) {
-      const Ranks ranks{rank, size(), /*backend_sums=*/false, std::get<2>(GetParam())};
+      const Ranks ranks{rank, size(), /*backend_sums=*/false, schedule(), levels_of(hosts(), rank)};
       Rank self(test::compressing(3, std::get<0>(GetParam())), ranks, *backend);
       fn(self, *backend);
     });
   }
-  static int size() { return std::get<1>(GetParam()); }
+  static const Hosts& hosts() { return std::get<1>(GetParam()); }
+  static Schedule schedule() { return std::get<2>(GetParam()); }
+  static int size() { return static_cast<int>(hosts().size()); }
 };
 
 // A step that is not finite on one rank is lost on all, and nothing else is.
@@ -115,8 +118,12 @@ TEST_P(Exchange, OutputsAreEqualAndAddUpWithTheResiduals) {
       backend.broadcast(of_first)->wait();
       EXPECT_TRUE(at::equal(output, of_first[0]));
       const at::Tensor mean = self.sum_of_gradients(step) * (1.0 / size());
-      EXPECT_TRUE(at::equal(raw_part(self.plan, output), raw_part(self.plan, mean)))
-          << "not the bits of an all-reduce";
+      const at::Tensor raw = raw_part(self.plan, output), mean_of_raw = raw_part(self.plan, mean);
+      if (levels_of(hosts(), 0)) {  // which adds the sums of the hosts
+        EXPECT_LT(test::relative(raw, mean_of_raw), 1e-6);
+      } else {
+        EXPECT_TRUE(at::equal(raw, mean_of_raw)) << "not the bits of an all-reduce";
+      }
       sent += output;
       gradients += mean;
     }
@@ -126,13 +133,54 @@ TEST_P(Exchange, OutputsAreEqualAndAddUpWithTheResiduals) {
   });
 }
 
+// In two levels, a sum has an all-to-all and a gather within the hosts, which carry slices in
+// float32, and in between those of its schedule. So a host sends to the others as much as a rank
+// does that has a host of its own.
+void expect_two_levels(const Rank& self, test::ThreadBackend& backend, const Levels& levels,
+                       Schedule schedule, bool in_packets) {
+  const int64_t hosts = levels.across.count(), devices = levels.within.count();
+  const size_t across = schedule == Schedule::kOneShot ? 1 : 2;
+  std::vector<std::vector<test::ThreadBackend::Call>> blocks(1);
+  for (const auto& call : backend.calls()) {
+    if (call.operation == "send") blocks.back().push_back(call);
+    if (call.operation == "endCoalescing") blocks.emplace_back();
+  }
+  blocks.pop_back();
+  ASSERT_EQ(blocks.size(), 2 * (2 + across));
+  int64_t sent = 0;  // to other hosts, in bytes
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    const size_t number = i % (2 + across);
+    const bool is_within = number == 0 || number == 1 + across;
+    EXPECT_EQ(static_cast<int64_t>(blocks[i].size()), (is_within ? devices : hosts) - 1);
+    for (const auto& call : blocks[i]) {
+      EXPECT_EQ(call.dtype, is_within || !in_packets ? at::kFloat : at::kByte);
+      const int64_t numel = i < 2 + across ? self.plan.p_numel : self.plan.q_numel;
+      const int64_t slice = (numel + hosts * devices - 1) / (hosts * devices) * hosts;
+      if (is_within) {
+        EXPECT_EQ(call.numel, slice);
+      } else {
+        sent += call.numel * (in_packets ? 1 : 4);
+      }
+    }
+  }
+  at::Tensor of_all = at::full({1}, sent, at::kLong);
+  std::vector<at::Tensor> sum = {of_all};
+  backend.allreduce(sum)->wait();
+  const int64_t bytes = (hosts - 1) * self.compressor->payload_bytes();
+  EXPECT_EQ(of_all.item<int64_t>() / hosts,
+            schedule == Schedule::kOneShot ? bytes : 2 * bytes / hosts);
+}
+
 // The bytes of packets follow from the groups of 64 elements. Elements are cut into equal chunks.
 TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
   run([](Rank& self, test::ThreadBackend& backend) {
     at::Tensor gradient = self.gradient_of(backend.getRank(), 0);
     self.exchange(gradient, 0);
     const Wire wire = std::get<0>(GetParam());
-    const int32_t chunks = std::get<2>(GetParam()) == Schedule::kOneShot ? 1 : size();
+    if (const auto levels = levels_of(hosts(), backend.getRank())) {
+      return expect_two_levels(self, backend, *levels, schedule(), wire.has_value());
+    }
+    const int32_t chunks = schedule() == Schedule::kOneShot ? 1 : size();
     std::vector<int64_t> of_a_chunk;  // of P and Q
     if (wire) {
       const int64_t p_groups = 3 * (3 + 1 + 1), q_groups = 3 * (2 + 1 + 2);
@@ -159,18 +207,22 @@ TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
 }
 
 std::string name_of_exchange(const testing::TestParamInfo<Case>& info) {
-  const auto& [wire, size, schedule] = info.param;
-  return test::name_of(wire) + "_" + std::to_string(size) +
-         (schedule == Schedule::kOneShot ? "_one_shot" : "_two_shot");
+  const auto& [wire, hosts, schedule] = info.param;
+  std::string name = test::name_of(wire) + "_on";
+  for (const int host : hosts) name += "_" + std::to_string(host);
+  return name + (schedule == Schedule::kOneShot ? "_one_shot" : "_two_shot");
 }
 
-INSTANTIATE_TEST_SUITE_P(Wires, Exchange,
-                         testing::Combine(testing::Values(Wire(), Wire(WireDType::kBFloat16),
-                                                          Wire(WireDType::kInt8),
-                                                          Wire(WireDType::kInt4)),
-                                          testing::Values(2, 3, 4, 9),
-                                          testing::Values(Schedule::kOneShot, Schedule::kTwoShot)),
-                         name_of_exchange);
+INSTANTIATE_TEST_SUITE_P(
+    Wires, Exchange,
+    testing::Combine(testing::Values(Wire(), Wire(WireDType::kBFloat16), Wire(WireDType::kInt8),
+                                     Wire(WireDType::kInt4)),
+                     testing::Values(Hosts{0, 1}, Hosts{0, 0, 1},  // unequal
+                                     Hosts{0, 1, 2, 3}, Hosts{0, 1, 2, 3, 4, 5, 6, 7, 8},
+                                     Hosts{0, 0, 1, 1}, Hosts{0, 1, 0, 1, 0, 1, 0, 1},
+                                     Hosts{7, 5, 2, 5, 2, 7}),
+                     testing::Values(Schedule::kOneShot, Schedule::kTwoShot)),
+    name_of_exchange);
 
 // A step waits for two exchanges, whatever the number of buckets and ranks: the network delivers
 // what it holds once every bucket of every rank has sent its packets.

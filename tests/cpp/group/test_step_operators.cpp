@@ -74,32 +74,52 @@ TEST_P(StepOperators, OfAnAttachedModelAreNone) {
 // A channel of three ranks. What it delivers does not matter here.
 struct SilentChannel : Channel {
   void allreduce(at::Tensor&) override { calls.emplace_back("all-reduce"); }
-  void allgather(at::Tensor&, at::Tensor&) override { calls.emplace_back("gather"); }
-  void alltoall(at::Tensor&, at::Tensor&) override { calls.emplace_back("all-to-all"); }
+  void allgather(at::Tensor&, at::Tensor&, const Members*) override {
+    calls.emplace_back("gather");
+  }
+  void alltoall(at::Tensor&, at::Tensor&, const Members*) override {
+    calls.emplace_back("all-to-all");
+  }
   std::vector<std::string> calls;
 };
 
-TEST_P(StepOperators, OfTwoShotAreNone) {
-  if (!options_.wire_dtype) return;  // elements are all-reduced
-  const test::OneRank rank(options_, at::kFloat, device_, {0, 3, true, Schedule::kTwoShot});
-  const at::Tensor gradient = at::ones({rank.plan.gradient_numel}, device_);
-  for (uint64_t step = 0; step < kCounted; ++step) {
-    StepInfo info{1.0 / 3, 1, step};
-    if (scale() == Scale::kOfHost) info.units = 1 << step;
-    if (scale() == Scale::kOfDevice) info.loss_scale = loss_scale_;
-    const Job job =
-        compressed_step(rank.compressor, gradient, info, std::make_shared<Stats>(), nullptr);
-    SilentChannel channel;
-    const auto called = operators_of([&] {
-      for (const auto& part : job.parts) part(channel);
-    });
-    if (step > 0) {
-      EXPECT_EQ(called, 0u) << "step " << step;
+using Calls = std::vector<std::string>;
+
+class OperatorsOfSchedules : public StepOperators {
+ protected:
+  // Steps of rank 0, which call `expected` operators and collectives.
+  void expect_steps(const Ranks& ranks, size_t expected, const Calls& calls) {
+    if (!options_.wire_dtype) return;  // elements are all-reduced
+    const test::OneRank rank(options_, at::kFloat, device_, ranks);
+    const at::Tensor gradient = at::ones({rank.plan.gradient_numel}, device_);
+    for (uint64_t step = 0; step < kCounted; ++step) {
+      StepInfo info{1.0 / ranks.count, 1, step};
+      if (scale() == Scale::kOfHost) info.units = 1 << step;
+      if (scale() == Scale::kOfDevice) info.loss_scale = loss_scale_;
+      const Job job =
+          compressed_step(rank.compressor, gradient, info, std::make_shared<Stats>(), nullptr);
+      SilentChannel channel;
+      const auto called = operators_of([&] {
+        for (const auto& part : job.parts) part(channel);
+      });
+      if (step > 0) {
+        EXPECT_EQ(called, expected) << "step " << step;
+      }
+      EXPECT_EQ(channel.calls, calls);
+      fake::run();
     }
-    EXPECT_EQ(channel.calls,
-              (std::vector<std::string>{"all-to-all", "gather", "all-to-all", "gather"}));
-    fake::run();
   }
+};
+
+TEST_P(OperatorsOfSchedules, OfTwoShotAreNone) {
+  expect_steps({0, 3, true, Schedule::kTwoShot}, 0,
+               {"all-to-all", "gather", "all-to-all", "gather"});
+}
+
+// Each payload has a copy and an addition for the two ranks of a host.
+TEST_P(OperatorsOfSchedules, OfTwoLevelsAddWithinTheHost) {
+  expect_steps({0, 4, true, Schedule::kOneShot, levels_of({0, 1, 0, 1}, 0)}, 2 * 2,
+               {"all-to-all", "gather", "gather", "all-to-all", "gather", "gather"});
 }
 
 std::string name_of_case(const testing::TestParamInfo<WireAndScale>& info) {
@@ -108,12 +128,11 @@ std::string name_of_case(const testing::TestParamInfo<WireAndScale>& info) {
   return test::name_of(wire) + scales[static_cast<size_t>(scale)];
 }
 
-INSTANTIATE_TEST_SUITE_P(Wires, StepOperators,
-                         testing::Combine(testing::Values(std::nullopt, WireDType::kBFloat16,
-                                                          WireDType::kInt8, WireDType::kInt4),
-                                          testing::Values(Scale::kNone, Scale::kOfHost,
-                                                          Scale::kOfDevice)),
-                         name_of_case);
+const auto kCases = testing::Combine(
+    testing::Values(std::nullopt, WireDType::kBFloat16, WireDType::kInt8, WireDType::kInt4),
+    testing::Values(Scale::kNone, Scale::kOfHost, Scale::kOfDevice));
+INSTANTIATE_TEST_SUITE_P(Wires, StepOperators, kCases, name_of_case);
+INSTANTIATE_TEST_SUITE_P(Wires, OperatorsOfSchedules, kCases, name_of_case);
 
 }  // namespace
 }  // namespace powersgd

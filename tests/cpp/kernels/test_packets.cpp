@@ -121,6 +121,27 @@ TEST_P(Packets, AValueThatIsNotFiniteLeavesQLocal) {
   }
 }
 
+// The payload is not this rank's own Q.
+TEST_P(Packets, OfAHostsSumAddTheRoundingToQLocal) {
+  DevicePackets rank(*runner_, spec(), {});
+  rank.packets.of_host = true;
+  rank.set_q_local(wide_values(rank.numel(), 2));
+  const Values before = rank.q_local();
+  Values values = wide_values(rank.numel(), 3);
+  values[0] = kInfinity;
+  rank.set_payload(values);
+  const Values exact = rank.payload->get();
+  rank.run(PacketStage::kQuantize);
+  const Values sent = rank.values_sent(), after = rank.q_local();
+  for_each_group(rank, [&](const PacketGroup& group) {
+    for (const size_t i : group.elements) {
+      const double rounding = round_to(DType::kFloat32, sent[i] - exact[i]);
+      const bool changes = spec().is_q && std::isfinite(rounding);
+      EXPECT_EQ(after[i], changes ? round_to(DType::kFloat32, before[i] + rounding) : before[i]);
+    }
+  });
+}
+
 TEST_P(Packets, FlagsAreOneWhereTheElementIsNotZero) {
   for (const Exchange& exchange : {Exchange{}, {2, true}, {5, true}}) {
     DevicePackets rank(*runner_, spec(), exchange);

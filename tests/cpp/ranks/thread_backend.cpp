@@ -266,8 +266,17 @@ ThreadBackend::WorkPtr ThreadBackend::send(Tensors& tensors, int to, int tag) {
 ThreadBackend::WorkPtr ThreadBackend::recv(Tensors& tensors, int from, int tag) {
   check_dense("recv", tensors);
   run("recv", tensors, OpType::RECV, [] {});
-  return c10::make_intrusive<ReceiveWork>(group_, ThreadGroup::Address{from, getRank(), tag},
-                                          tensors[0], options_->timeout);
+  auto work = c10::make_intrusive<ReceiveWork>(group_, ThreadGroup::Address{from, getRank(), tag},
+                                               tensors[0], options_->timeout);
+  if (to_receive_) to_receive_->push_back(work);
+  return work;
+}
+
+ThreadBackend::WorkPtr ThreadBackend::endCoalescing() {
+  const auto works = std::exchange(to_receive_, std::nullopt).value();
+  return run("endCoalescing", {}, OpType::COALESCED, [&] {
+    for (const WorkPtr& work : works) work->wait();
+  });
 }
 
 ThreadBackends make_thread_backends(int size) {

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -74,6 +75,9 @@ class ThreadBackend : public c10d::Backend {
   // Messages, whose Works may be waited for by other threads. That of a receive can be aborted.
   WorkPtr send(Tensors& tensors, int to, int tag) override;
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
+  // Messages in between have arrived when endCoalescing returns.
+  void startCoalescing() override { to_receive_.emplace(); }
+  WorkPtr endCoalescing() override;
 
   ThreadGroup& group() const { return *group_; }
 
@@ -90,6 +94,7 @@ class ThreadBackend : public c10d::Backend {
   const std::shared_ptr<ThreadGroup> group_;
   const c10::intrusive_ptr<Options> options_ = c10::make_intrusive<Options>();
   std::atomic<bool> in_use_{false};
+  std::optional<std::vector<WorkPtr>> to_receive_;  // since startCoalescing
 
   mutable std::mutex mutex_;  // guards the members below
   std::vector<Call> calls_;

@@ -49,9 +49,9 @@ def _captured(rank: int, options: tp.Options) -> tuple[list[bool], bytes]:
     plain = dist.new_group(backend="cuda:powersgd", pg_options=options)
 
     def fed(i: int) -> torch.Tensor:
-        return gradient([300, 400], rank, i).cuda()
+        return gradient([300, 4000], rank, i).cuda()
 
-    static = torch.zeros(300, 400, device="cuda")
+    static = torch.zeros(300, 4000, device="cuda")
     for i in range(2):  # not captured, because NCCL allocates its connections once
         static.copy_(fed(i))
         compress(static)
@@ -72,12 +72,15 @@ def _captured(rank: int, options: tp.Options) -> tuple[list[bool], bytes]:
     return same, bits(static)
 
 
-@pytest.mark.parametrize("rank", [2, 40])
-def test_a_compressed_all_reduce_in_a_cuda_graph(rank: int) -> None:
-    options = options_of(matrix_approximation_rank=rank)
-    (same, last), (other_same, other_last) = run(_captured, options, options=options)
-    assert same == other_same == [True] * 3
-    assert last == other_last
+# Hosts of two ranks sum the last one's payloads in two levels.
+@pytest.mark.parametrize(
+    ("rank", "wire", "hosts"), [(2, None, ""), (40, None, ""), (16, "int8", "0101")]
+)
+def test_a_compressed_all_reduce_in_a_cuda_graph(rank: int, wire: str | None, hosts: str) -> None:
+    options = options_of(matrix_approximation_rank=rank, wire_dtype=wire)
+    size = len(hosts) or WORLD_SIZE
+    found = run(_captured, options, options=options, world_size=size, hosts=hosts)
+    assert all(same == [True] * 3 and last == found[0][1] for same, last in found)
 
 
 def _moved(group: dist.ProcessGroup, rank: int, name: str) -> list[torch.Tensor]:

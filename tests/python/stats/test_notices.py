@@ -26,6 +26,7 @@ NUMEL = 128 * 64 + 128 + 32 * 144 + 64
 RAW = 128 + 64
 SENT = 2 * (128 + 64) + 2 * (32 + 144) + RAW  # without the counts
 FACTORS_IN_GROUPS = 64 * 2 * (2 + 1 + 1 + 3)  # groups of 64 elements, for a wire that rounds
+ON_ONE_HOST = "all processes run on this host, where plain all-reduce may be just as fast"
 OPTIONS: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
 FLOAT32 = tp.Options.hook_defaults()  # of the group
 NOT_STARTED = "nothing has been compressed in {} steps: compression starts at step {}"
@@ -56,7 +57,8 @@ def test_attach_says_once_what_it_will_do() -> None:
     share = 100 * (128 * 64 + 32 * 144) / NUMEL
     expected = (
         f"2 of 4 parameters ({share:.1f} % of the elements) are compressed at matrix rank 2; a "
-        f"step sends {size_text(4 * SENT)} instead of {size_text(4 * NUMEL)}, from step 4 on"
+        f"step sends {size_text(4 * SENT)} instead of {size_text(4 * NUMEL)}, from step 4 on; "
+        f"{ON_ONE_HOST}"
     )
     assert quiet == f"torch_powersgd: {expected}\n"
     assert f"sends {size_text(2 * FACTORS_IN_GROUPS + 4 * RAW)} instead of" in half
@@ -86,14 +88,24 @@ def test_attach_in_a_group_of_one_says_that_nothing_is_sent() -> None:
     assert "one process" in quiet
 
 
-@pytest.mark.parametrize("on_this_host", [1, 2])
-@on_ranks()
-def test_attach_on_one_host_says_that_it_may_gain_nothing(rank: int, on_this_host: int) -> None:
-    os.environ.update({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(on_this_host)})
+@pytest.mark.parametrize(
+    ("world_size", "hosts", "expected"),
+    [
+        (2, "00", ("; a step sends ", f"; {ON_ONE_HOST}\n")),
+        (2, "01", ("; a step sends ", "from step 4 on\n")),
+        (4, "0110", ("; in a step, each host of 2 processes sends ", "from step 4 on\n")),
+        (3, "010", ("; a step sends ", "hosts have 1 to 2 processes, so each process sends")),
+    ],
+)
+@on_ranks(backend=None)
+def test_attach_says_what_hosts_mean(
+    rank: int, world_size: int, hosts: str, expected: tuple[str, ...]
+) -> None:
+    os.environ["POWERSGD_HOST"] = hosts[rank]
+    ranks.init_group("cpu:powersgd")
     said = _heard(tp.attach, make_ddp(SHAPES), OPTIONS)
-    end = "; all processes run on this host, where plain all-reduce may be just as fast\n"
-    assert (said != "") == (rank == 0)
-    assert said.endswith(end) == (rank == 0 and on_this_host == 2)
+    assert all((words in said) == (rank == 0) for words in expected)
+    assert (ON_ONE_HOST in said) == (rank == 0 and hosts == "00")
 
 
 @pytest.mark.parametrize(

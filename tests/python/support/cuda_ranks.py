@@ -35,8 +35,12 @@ def become_host(name: str) -> None:
     torch.cuda.set_device(0)
 
 
-def _main(rank: int, function: Any, backend: str, options: Any, args: tuple[Any, ...]) -> Any:
+def _main(
+    rank: int, function: Any, backend: str, options: Any, hosts: str, args: tuple[Any, ...]
+) -> Any:
     become_host(str(rank))
+    if hosts:
+        os.environ["POWERSGD_HOST"] = hosts[rank]
     ranks.init_group(backend, options)
     result = function(rank, *args)
     torch.cuda.synchronize()
@@ -49,10 +53,14 @@ def run(
     options: tp.Options | None = None,
     backend: str = BACKEND,
     world_size: int = WORLD_SIZE,
+    hosts: str = "",
     timeout: float = 25,  # GPU time is short, and a hang must leave time for the other tests
 ) -> list[Any]:
-    """Calls function(rank, *args) on each rank; returns the results by rank."""
-    arguments = (function, backend, options or options_of(), args)
+    """Calls function(rank, *args) on each rank; returns the results by rank.
+
+    For this package, rank r is on host ``hosts[r]``, or all are on one.
+    """
+    arguments = (function, backend, options or options_of(), hosts, args)
     return ranks.run(world_size, _main, *arguments, backend=None, timeout=timeout)
 
 

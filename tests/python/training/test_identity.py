@@ -6,6 +6,7 @@ Where there is no handle, which knows the residual, gradients of almost zero dra
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -52,14 +53,18 @@ def identity(
     scale: float = 1.0,
     growth: float = 1.0,
     device: str = "cpu",
-) -> None:
-    """Trains with gradients of one scale, to which "wide" is not held in the second half."""
-    ddp, compression = make_compressed(WITH_LARGE, options, device=device)
+    shapes: Shapes = WITH_LARGE,
+) -> str:
+    """Trains with gradients of one scale, to which "wide" is not held in the second half.
+
+    Returns a digest of the outputs.
+    """
+    ddp, compression = make_compressed(shapes, options, device=device)
     ledger, outputs = Ledger(), []
     for i in range(STEPS):
-        mine = gradients(WITH_LARGE, rank, i)
-        means = mean_gradients(WITH_LARGE, dist.get_world_size(), i)
-        scales = dict.fromkeys(WITH_LARGE, scale)
+        mine = gradients(shapes, rank, i)
+        means = mean_gradients(shapes, dist.get_world_size(), i)
+        scales = dict.fromkeys(shapes, scale)
         scales["wide"] *= growth if i >= STEPS // 2 else 1
         found = step(ddp, {name: (g * scales[name]).to(device) for name, g in mine.items()})
         outputs += [output.cpu() for output in found.values()]
@@ -69,12 +74,14 @@ def identity(
         )
     ledger.check(compression)
     # Without the residual the identity fails by far, so a missing residual would show.
-    assert min(ledger.errors()[name] for name in COMPRESSED) > 0.1
-    assert residuals_of(compression).keys() == set(COMPRESSED), "what is not compressed is exact"
+    compressed = {*COMPRESSED, *(shapes.keys() - WITH_LARGE.keys())}
+    assert min(ledger.errors()[name] for name in compressed) > 0.1
+    assert residuals_of(compression).keys() == compressed, "what is not compressed is exact"
     stats = compression.stats()
     assert (stats["steps"], stats["skipped_steps"]) == (STEPS, 0)
     assert stats["compressed_calls"] >= STEPS
     assert all_agree(digest(outputs))
+    return digest(outputs)
 
 
 # Two ranks gather the packets of a wire that rounds. More exchange the large ones two-shot.
@@ -96,6 +103,43 @@ def test_outputs_and_residual_add_up(
     rank: int, world_size: int, scale: float, growth: float, fields: dict[str, Any]
 ) -> None:
     identity(rank, replace(OPTIONS, **fields), scale, growth)
+
+
+# Both payloads are so large that equal hosts of several ranks sum them in two levels.
+WITH_LARGE_Q = {**WITH_LARGE, "long": (8, 22_000)}
+
+
+def identity_on(hosts: str, rank: int, wire: str | None) -> str:
+    os.environ["POWERSGD_HOST"] = hosts[rank]
+    ranks.init_group("cpu:powersgd")
+    options = replace(OPTIONS, wire_dtype=wire, matrix_approximation_rank=3)
+    found = identity(rank, options, shapes=WITH_LARGE_Q)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "hosts", "wire"),
+    [
+        *((4, "0101", wire) for wire in (None, *WIRES)),
+        *((6, "001122", wire) for wire in (None, "int4")),
+        (8, "00001111", "int8"),
+    ],
+    ids=str,
+)
+@on_ranks(backend=None)
+def test_sums_in_two_levels_add_up(
+    rank: int, world_size: int, hosts: str, wire: str | None
+) -> None:
+    identity_on(hosts, rank, wire)
+
+
+@on_ranks(4, backend=None)
+def test_only_equal_hosts_of_several_ranks_sum_in_two_levels(rank: int) -> None:
+    of_one_level = identity_on("0123", rank, "int8")
+    assert identity_on("0000", rank, "int8") == of_one_level
+    assert identity_on("0111", rank, "int8") == of_one_level
+    assert identity_on("0101", rank, "int8") != of_one_level, "hosts round, not ranks"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <vector>
 
+#include "kernels/shared/layout.h"
 #include "kernels/shared/packet_layout.h"
 
 namespace powersgd::kernels {
@@ -96,6 +99,57 @@ TEST(PacketLayout, FactorsAreFoundByTheirGroups) {
   packets.num_factors = static_cast<int32_t>(table.factors.size());
   for (int64_t group = 0; group < table.groups; ++group) {
     EXPECT_EQ(factor_of(packets, group), group < 9 ? 0 : group < 10 ? 3 : 4) << group;
+  }
+}
+
+// Slices begin and end inside rows, and may have nothing of a matrix, or only a part of one row.
+TEST(PacketSlices, HaveEveryElementOnce) {
+  constexpr std::array<std::array<int64_t, 3>, 6> kShapes{
+      {{130, 70, 3}, {1, 5, 1}, {64, 64, 64}, {7, 300, 2}, {200, 3, 1}, {5, 4, 4}}};
+  for (const bool is_q : {false, true}) {
+    std::vector<Matrix> matrices;
+    int64_t numel = 0;
+    for (const auto& [rows, cols, rank] : kShapes) {
+      Matrix matrix{};
+      matrix.rows = rows;
+      matrix.cols = cols;
+      matrix.rank = rank;
+      matrix.p_offset = matrix.q_offset = numel;
+      numel += (is_q ? cols : rows) * rank;
+      matrices.push_back(matrix);
+    }
+    std::vector<float> q_local(static_cast<size_t>(numel));
+    if (is_q) {
+      for (Matrix& matrix : matrices) matrix.q_local = q_local.data() + matrix.q_offset;
+    }
+    const PacketFactors whole = is_q ? q_packet_factors(matrices) : p_packet_factors(matrices);
+    EXPECT_EQ(slice_of(whole, 0, numel).groups, whole.groups);
+    for (const int64_t length : {numel, numel / 2, int64_t{97}, int64_t{64}, int64_t{3}}) {
+      std::vector<int> times(static_cast<size_t>(numel));
+      for (int64_t begin = 0; begin < numel; begin += length) {
+        const int64_t end = std::min(numel, begin + length);
+        const PacketFactors slice = slice_of(whole, begin, end);
+        int64_t groups = 0;
+        for (const PacketFactor& factor : slice.factors) {
+          EXPECT_EQ(factor.group_begin, groups);
+          const int64_t of_factor = ceil_div(factor.size, kGroup) * factor.rank;
+          groups += of_factor;
+          for (int64_t group = 0; group < of_factor; ++group) {
+            const GroupElements elements = elements_of(factor, group);
+            for (int64_t i = 0; i < elements.count; ++i) {
+              const int64_t place = elements.payload_offset + i * elements.stride;
+              ASSERT_TRUE(begin <= place && place < end);
+              ++times[static_cast<size_t>(place)];
+              if (!is_q) continue;
+              const float* own = static_cast<float*>(elements.q_local) + elements.q_offset + i;
+              EXPECT_EQ(own - q_local.data(), place);
+            }
+          }
+        }
+        EXPECT_EQ(groups, slice.groups);
+      }
+      EXPECT_EQ(times, std::vector<int>(times.size(), 1)) << "slices of " << length;
+    }
   }
 }
 
