@@ -46,6 +46,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,109 +146,85 @@ def missing(device: str, delayed: bool, named: Sequence[str] = ()) -> list[str]:
     return lacks
 
 
+@dataclass(frozen=True)
 class Bench:
-    """One run of the benchmark, and the record of what it has measured so far."""
+    """What is measured of one model on so many ranks, and the record that it is added to."""
 
-    def __init__(self, arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
-        self.arguments = arguments
-        self.variables = variables  # of the processes' environment
-        lacks = {contender: contender.lacks for contender in arguments.contenders}
-        self.contenders = [contender for contender, why in lacks.items() if not why]
-        self.record: Record = {
-            **provenance(processor()),
-            "on": arguments.device,
-            "cores": len(os.sched_getaffinity(0)),
-            "rounds": arguments.rounds,
-            "steps_per_round": arguments.steps,
-            "warmup_steps": WARMUP_STEPS,
-            "titles": {contender.name: contender.title for contender in self.contenders},
-            "left_out": {contender.title: why for contender, why in lacks.items() if why},
-            "losses": {},
-            "settings": [],
-        }
+    arguments: argparse.Namespace
+    variables: Mapping[str, str]  # of the processes' environment
+    record: Record
+    model: str
+    ranks: int
 
-    def measure(self, model: str, ranks: int) -> None:
+    def measure(self) -> None:
         """Measures at every rate and delay."""
         with torch.device("meta"):
-            gradient_bytes = sum(p.nbytes for p in models.TASKS[model].make().parameters())
-        learned = self._learned(model, ranks)
+            gradient_bytes = sum(p.nbytes for p in models.TASKS[self.model].make().parameters())
+        learned = self._learned()
         if not self.arguments.rounds:
             return
-        target = figures.target(learned)
         for rate, delay_ms in itertools.product(self.arguments.rates, self.arguments.delays):
             # Six times what a ring all-reduce takes on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
-            with (
-                self._hosts(ranks, rate, delay_ms) as cluster,
-                contextlib.ExitStack() as stack,
-            ):
+            with self._hosts(rate, delay_ms) as cluster, contextlib.ExitStack() as stack:
                 players = {
-                    contender: stack.enter_context(self._player(cluster, limit, model, contender))
-                    for contender in self.contenders
+                    contender: stack.enter_context(self._player(cluster, limit, contender))
+                    for contender in self.arguments.contenders
                 }
-                self._play(players, model, cluster, learned, target)
+                self._play(players, cluster, learned)
 
-    def _hosts(self, ranks: int, rate: str | None, delay_ms: float = 0) -> hosts.Hosts:
+    def _hosts(self, rate: str | None, delay_ms: float = 0) -> hosts.Hosts:
         per_host = self.arguments.per_host
-        return hosts.Hosts(ranks // per_host, rate, delay_ms, per_host=per_host)
+        return hosts.Hosts(self.ranks // per_host, rate, delay_ms, per_host=per_host)
 
     def _player(
-        self, cluster: hosts.Hosts, limit: float, model: str, contender: Contender, seed: int = 0
+        self, cluster: hosts.Hosts, limit: float, contender: Contender, seed: int = 0
     ) -> Player:
-        job = Job(contender, model, self.arguments.device, seed)
+        job = Job(contender, self.model, self.arguments.device, seed)
         variables = {**self.variables, **contender.how.variables}
         return Player(cluster, job, limit, WARMUP_STEPS, variables, self.arguments.logs)
 
-    def _learned(self, model: str, ranks: int) -> dict[str, list[Run]]:
+    def _learned(self) -> dict[str, list[Run]]:
         """Returns the runs for the loss, one for each seed."""
-        learned: dict[str, list[Run]] = {}
-        if self.arguments.learning_steps:
-            learners = [c for c in self.contenders if c in self.arguments.learning and c.learns]
-            learners.sort(key=lambda contender: contender.method != "plain")
-            with self._hosts(ranks, None) as cluster:
-                for contender in learners:
-                    plain = learned.get("plain") if self.arguments.rounds else None
-                    runs = [
-                        self._learn(cluster, model, contender, seed, plain)
-                        for seed in range(self.arguments.seeds)
-                    ]
-                    learned[contender.name] = runs
-                    by_method = self.record["losses"].setdefault(f"{model}, {ranks} ranks", {})
-                    by_method[contender.name] = figures.losses(runs, self.arguments.learning_steps)
-                    write(self.record, self.arguments.json)
+        of, learned = self.arguments, dict[str, list[Run]]()
+        if not of.learning_steps:
+            return learned
+        learners = [each for each in of.contenders if each in of.learning and each.learns]
+        learners.sort(key=lambda contender: contender.method != "plain")
+        where = f"{self.model}, {self.ranks} ranks"
+        with self._hosts(None) as cluster:
+            for contender in learners:
+                plain = learned.get("plain") if of.rounds else None
+                learned[contender.name] = runs = []
+                for seed in range(of.seeds):
+                    with self._player(cluster, 20, contender, seed) as player:
+                        runs.append(self._learn(player, plain[seed] if plain else None))
+                    self._tell(f"{where}, loss of seed {seed}", contender, runs[-1])
+                by_method = self.record["losses"].setdefault(where, {})
+                by_method[contender.name] = figures.losses(runs, of.learning_steps)
+                write(self.record, of.json)
         return learned
 
-    def _learn(
-        self,
-        cluster: hosts.Hosts,
-        model: str,
-        contender: Contender,
-        seed: int,
-        plain: Sequence[Run] | None,
-    ) -> Run:
+    def _learn(self, player: Player, plain: Run | None) -> Run:
         """Trains for plain's steps, and half as many more if plain's final loss is not reached."""
         steps = self.arguments.learning_steps
-        with self._player(cluster, 20, model, contender, seed) as player:
-            run = player.turn(steps - WARMUP_STEPS - 1)
-            if plain and run.succeeded and not figures.catches_up(run, plain[seed], steps):
-                more = player.turn(steps // 2 - 1)
-                run = max(run, more, key=lambda run: len(run.losses))  # a failed run starts over
-        self.record["device"] = run.device or self.record["device"]
-        _tell(f"{model}, {len(cluster.of_ranks)} ranks, loss of seed {seed}", contender, run)
+        run = player.turn(steps - WARMUP_STEPS - 1)
+        if plain and run.succeeded and not figures.catches_up(run, plain, steps):
+            more = player.turn(steps // 2 - 1)
+            run = max(run, more, key=lambda run: len(run.losses))  # a failed run starts over
         return run
 
     def _play(
         self,
         players: Mapping[Contender, Player],
-        model: str,
         cluster: hosts.Hosts,
         learned: Mapping[str, Sequence[Run]],
-        target: figures.Target,
     ) -> None:
         """Measures the rounds of a setting."""
+        target = figures.target(learned)
         setting: Record = {
-            "model": model,
-            "ranks": len(cluster.of_ranks),
+            "model": self.model,
+            "ranks": self.ranks,
             "per_host": cluster.per_host,
             "rate": cluster.rate,
             "delay_ms": cluster.delay_ms,
@@ -256,27 +233,26 @@ class Bench:
             **target.record(),
         }
         self.record["settings"].append(setting)
-        where = figures.title(setting)
         rounds: list[dict[str, Run]] = []
+        contenders = list(players)
         for number in range(self.arguments.rounds):
             rounds.append({})
-            shift = number % len(self.contenders)
-            for contender in self.contenders[shift:] + self.contenders[:shift]:
+            shift = number % len(contenders)
+            for contender in contenders[shift:] + contenders[:shift]:
                 if players[contender].exhausted:
                     continue
                 run = players[contender].turn(self.arguments.steps)
                 rounds[-1][contender.name] = run
-                self.record["device"] = run.device or self.record["device"]
-                if number == 0 or run.failures:
-                    _tell(where, contender, run)
+                self._tell(figures.title(setting), contender, run, number == 0)
             setting["methods"] = figures.compare(rounds, learned, target)
             write(self.record, self.arguments.json)
 
-
-def _tell(where: str, contender: Contender, run: Run) -> None:
-    times = [f"{run.median:.0f} ms"] if run.succeeded else []
-    failures = (f"failed: {why}" for why in run.failures)
-    print(f"{where}: {contender.title}", *times, *failures, sep="; ", flush=True)
+    def _tell(self, where: str, contender: Contender, run: Run, anyway: bool = True) -> None:
+        self.record["device"] = run.device or self.record["device"]
+        if run.failures or anyway:
+            times = [f"{run.median:.0f} ms"] if run.succeeded else []
+            failures = (f"failed: {why}" for why in run.failures)
+            print(f"{where}: {contender.title}", *times, *failures, sep="; ", flush=True)
 
 
 @contextlib.contextmanager
@@ -300,11 +276,24 @@ def machine(device: str, logs: Path | None) -> Iterator[Mapping[str, str]]:
 
 def measure(arguments: argparse.Namespace) -> Record:
     """The record of the measurements."""
+    lacks = {contender: contender.lacks for contender in arguments.contenders}
+    arguments.contenders = [contender for contender, why in lacks.items() if not why]
+    record: Record = {
+        **provenance(processor()),
+        "on": arguments.device,
+        "cores": len(os.sched_getaffinity(0)),
+        "rounds": arguments.rounds,
+        "steps_per_round": arguments.steps,
+        "warmup_steps": WARMUP_STEPS,
+        "titles": {contender.name: contender.title for contender in arguments.contenders},
+        "left_out": {contender.title: why for contender, why in lacks.items() if why},
+        "losses": {},
+        "settings": [],
+    }
     with machine(arguments.device, arguments.logs) as variables:
-        bench = Bench(arguments, variables)
         for model, ranks in itertools.product(arguments.models, arguments.ranks):
-            bench.measure(model, ranks)
-    return bench.record
+            Bench(arguments, variables, record, model, ranks).measure()
+    return record
 
 
 def main() -> None:
