@@ -126,8 +126,9 @@ class Compression(Stateful):
 
             ``compressed_calls`` and ``exact_calls``: buckets that were compressed, or sent whole.
             ``bytes_before``: the gradients. ``bytes_after``: what this process sent instead, as
-            encoded on the wire. ``ratio`` of the two, and ``compressed_ratio``, the same for the
-            compressed calls alone.
+            encoded on the wire; what its host sent, where hosts sum the payloads of several
+            processes. ``ratio`` of the two, and ``compressed_ratio``, the same for the compressed
+            calls alone.
 
             ``seconds`` of each stage. ``residual_norms``: {parameter: Frobenius norm}.
 

@@ -36,8 +36,8 @@
 //     as 0. A group with an element that is not finite sums to NaN, if its dtype has scales.
 //   - Sums are computed in float, in the order of the ranks, so all ranks get the same
 //     bits. requantize rounds sums of raw elements to their dtype.
-//   - quantize sets q_local to the value that was sent. If the payload is the sum of a host's ranks,
-//     it gives this rank the rounding of the sum: q_local += (what was sent) - (the sum).
+//   - quantize sets q_local to the value that was sent. If the payload is the sum of a host's
+//     ranks, it gives this rank the rounding of the sum: q_local += (what was sent) - (the sum).
 //   - requantize gives the owner the rounding of the sum, for the factors of its chunk: q_local +=
 //     (new sum) - (exact sum). The local q of all ranks then add up to the Q that all apply.
 //   - A q_local that would not be finite stays as it was: such a step is skipped.
