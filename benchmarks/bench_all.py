@@ -106,6 +106,13 @@ PARTS = {
             " --rounds 4 --learning-steps 0 --methods none plain hook-1-bucket:16 int8-wire:16",
         ),
         Measurement(
+            "cluster_hosts",
+            10,
+            "bench_cluster.py --models gpt-5M --ranks 8 --per-host 4 --rates 1gbit 100mbit"
+            " --rounds 5 --methods none plain hook-1-bucket:16 int8-wire:16"
+            " int8-wire+levels=1:16",
+        ),
+        Measurement(
             "cluster_local_far",
             20,
             "bench_cluster.py --models demo --ranks 2 --rates 100mbit --delays 50 --rounds 3"

@@ -21,7 +21,6 @@ pytest.importorskip("matplotlib")
 import bench_cluster
 import report
 import shapes
-from bench_cluster import PICTURED
 from cluster import methods, models, player
 from cluster.rank import Job
 from launcher import hosts, mps
@@ -97,7 +96,7 @@ def test_the_default_options_are_compared(device: str, monkeypatch: pytest.Monke
     defaults = tp.Options()
     name = f"{defaults.wire_dtype}-wire:{defaults.matrix_approximation_rank}"
     assert name in names
-    assert PICTURED.split()[-1] == name
+    assert bench_cluster.PICTURED.split()[-1] == name
 
 
 def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
