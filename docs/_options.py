@@ -45,8 +45,8 @@ hook: matrix rank 1 in float32, after 1000 exact steps.
 
 The environment variable of a field is `POWERSGD_` with the field's name in capitals, such as
 `POWERSGD_MATRIX_APPROXIMATION_RANK=16`. A truth value is `1`, `true`, `0` or `false`, a data type
-its name, such as `bfloat16`. A variable with another name that begins with `POWERSGD_` is warned
-about.
+its name, such as `bfloat16`. [`POWERSGD_HOST`](hosts.md#which-processes-share-a-host) names the
+host. Any other variable that begins with `POWERSGD_` is warned about.
 
 All processes must have equal options. If they differ, every process raises an error that names the
 field and the processes.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -33,6 +33,17 @@ def highest_rank(parameters: Iterable[torch.Tensor], options: Options) -> int:
 def is_exact(parameter: torch.Tensor) -> bool:
     """Whether the gradient is averaged exactly because of its dtype, such as float64."""
     return not _C.is_compressible(as_reals(parameter).dtype)
+
+
+def compressible(parameters: Sequence[torch.Tensor], options: Options) -> list[str]:
+    """Which matrix ranks compress any of them, and which dtypes none does, in sentences."""
+    highest, exact = highest_rank(parameters, options), exact_dtypes(parameters)
+    return [
+        f"The highest matrix rank that compresses a weight of this model is {highest}."
+        if highest
+        else "This model has no weight that any matrix rank compresses.",
+        *([f"Parameters in {exact} are averaged exactly."] if exact else []),
+    ]
 
 
 def exact_dtypes(parameters: Iterable[torch.Tensor]) -> str:

@@ -7,6 +7,7 @@ import argparse
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ from torch_powersgd.cli.arguments import (
     callable_of,
     make_model,
 )
-from torch_powersgd.cli.processes import joined, on_every_process
+from torch_powersgd.cli.processes import (
+    in_words,
+    joined,
+    on_every_process,
+)
 from torch_powersgd.cli.rehearsal import (
     BUCKETS_SECONDS,
     Job,
@@ -34,6 +39,7 @@ from torch_powersgd.cli.rehearsal import (
 from torch_powersgd.cli.stand_in import StandIn
 from torch_powersgd.cli.tables import progress
 from torch_powersgd.cli.verdict import OF_A_ROUND, may_pay, print_advice, verdict, waits
+from torch_powersgd.group_backends import find_backends
 from torch_powersgd.options import Options
 from torch_powersgd.units import ms_text, size_text
 
@@ -46,7 +52,8 @@ Start it with torchrun, on the machines and with the number of processes that yo
 For one to three minutes, it alternates DDP steps without averaging, with the plain backend, and
 with each setting. It recommends the highest matrix rank whose step is within 5 % of the fastest,
 and another DDP bucket size if that is faster still. It also shows the one-way delay of a small
-message.
+message. Where processes share a host's link, it also compares factors in float32, which Gloo or
+NCCL sums by itself.
 Pass --step to measure your own steps; otherwise a stand-in computes instead of your model.
 """
 ADVISE_EXAMPLE = """\
@@ -76,9 +83,9 @@ def add(commands: Any) -> None:
     )
     add_ranks(command, RANKS)
     command.add_argument(
-        "--wire-dtype", choices=WIRES, nargs="+", default=[RECOMMENDED_WIRE], metavar="DTYPE",
-        help=f"wire dtypes of the factors to compare: {', '.join(WIRES)} ({RECOMMENDED_WIRE}); "
-        "none sends float32",
+        "--wire-dtype", choices=WIRES, nargs="+", metavar="DTYPE",
+        help=f"wire dtypes of the factors to compare: {', '.join(WIRES)} ({RECOMMENDED_WIRE}, and "
+        "none as well if processes share a host's link); none sends float32",
     )  # fmt: skip
     step = command.add_mutually_exclusive_group()
     step.add_argument(
@@ -97,7 +104,16 @@ def add(commands: Any) -> None:
     command.set_defaults(run=run)
 
 
-def _job_of(arguments: argparse.Namespace, device: torch.device) -> Job:
+def wires_on(hosts: Sequence[int]) -> list[str]:
+    """The wire dtypes to compare by default, given the number of each process's host.
+
+    Where processes share a link, Gloo or NCCL may sum float32 faster, by a hierarchy of its own.
+    """
+    several = 1 < len(set(hosts)) < len(hosts)
+    return [RECOMMENDED_WIRE, "none"] if several else [RECOMMENDED_WIRE]
+
+
+def _job_of(arguments: argparse.Namespace, device: torch.device, hosts: Sequence[int]) -> Job:
     """The steps and settings that advise compares."""
     settings = [
         Options(
@@ -107,7 +123,7 @@ def _job_of(arguments: argparse.Namespace, device: torch.device) -> Job:
             wire_dtype=WIRES[wire],
         )
         for wire, rank in itertools.product(
-            dict.fromkeys(arguments.wire_dtype), sorted(set(arguments.ranks))
+            dict.fromkeys(arguments.wire_dtype or wires_on(hosts)), sorted(set(arguments.ranks))
         )
     ]
     model = make_model(arguments.model).to(device)
@@ -125,21 +141,25 @@ def _backward_ms(arguments: argparse.Namespace) -> float:
     return GUESSED_BACKWARD_MS if given is None else float(given)
 
 
-def _introduction(arguments: argparse.Namespace, job: Job, world: int, delay: float) -> str:
+def _introduction(
+    arguments: argparse.Namespace, job: Job, hosts: Sequence[int], delay: float
+) -> str:
     """Says what was measured."""
     if arguments.step is not None:
         step = f"{arguments.step}, forward and backward"
     else:
         step = f"a stand-in, whose backward pass takes {_backward_ms(arguments):g} ms"
         step += "" if arguments.backward_ms is not None else ", a guess: --step measures yours"
-    processes = f"{world} processes, {ms_text(delay)} ms apart one way"
+    shared = f" ({in_words(hosts)})" if len(set(hosts)) < len(hosts) else ""
+    processes = f"{len(hosts)} processes{shared}, {ms_text(delay)} ms apart one way"
     return f"{processes}, {size_text(job.gradient_bytes)} of gradients. The step is {step}."
 
 
 def run(arguments: argparse.Namespace) -> int:
     with joined("advise", arguments.device) as device:
-        job = on_every_process(lambda: _job_of(arguments, device), Job.outline)
-        world, first = torch.distributed.get_world_size(), torch.distributed.get_rank() == 0
+        hosts = find_backends(None)[0].hosts
+        job = on_every_process(lambda: _job_of(arguments, device, hosts), Job.outline)
+        first = torch.distributed.get_rank() == 0
         rehearsal = Rehearsal(job, device)
         delay, measured = rehearsal.delay(), settings_of(job, device)
         with progress("measuring steps", shown=first) as report:
@@ -153,6 +173,6 @@ def run(arguments: argparse.Namespace) -> int:
         round_seconds = rehearsal.round_seconds(OF_A_ROUND) if waits(measured, sizes) else 0.0
         del rehearsal  # before the group
     if first:  # The group has ended, so no process waits for this one.
-        introduction = _introduction(arguments, job, world, delay)
+        introduction = _introduction(arguments, job, hosts, delay)
         print_advice(measured, introduction, sizes, round_seconds)
     return 0

@@ -51,6 +51,7 @@ network interfaces and environment variables. Please include its output in an is
 It needs no process group. The exit status is 1 if there is a problem.
 With --master, and the same command on every other host, it checks that the hosts can train
 together, and shows the round trip and the bandwidth. Run it in the environment that you train in.
+Started by torchrun, it needs none of the options, and shows which processes share a host's link.
 """
 
 
@@ -62,6 +63,14 @@ def _address(value: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def _torchrun_store() -> tuple[str, int] | None:
+    """Where the processes of torchrun meet, if it has started this one and others."""
+    variables = os.environ
+    if "TORCHELASTIC_RUN_ID" not in variables or variables["WORLD_SIZE"] == "1":
+        return None
+    return variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+
+
 def add(commands: Any) -> None:
     command = commands.add_parser(
         "doctor",
@@ -69,12 +78,17 @@ def add(commands: Any) -> None:
         description=DOCTOR,
     )
     command.add_argument(
-        "--master", type=_address, metavar="HOST[:PORT]",
+        "--master", type=_address, metavar="HOST[:PORT]", default=_torchrun_store(),
         help=f"check the group of hosts that meets at the first one (port {STORE_PORT})",
     )  # fmt: skip
     command.add_argument(
-        "--hosts", type=count, default=2, metavar="N", help="hosts in all (%(default)s)"
-    )
+        "--hosts", type=count, metavar="N", default=os.environ.get("GROUP_WORLD_SIZE", "2"),
+        help="hosts in all (those of torchrun, or 2)",
+    )  # fmt: skip
+    command.add_argument(
+        "--per-host", type=count, metavar="N", default=os.environ.get("LOCAL_WORLD_SIZE", "1"),
+        help="processes on each host that run this (those of torchrun, or 1)",
+    )  # fmt: skip
     command.add_argument(
         "--wait", type=count, default=300, metavar="SECONDS",
         help="how long to wait for the other hosts (%(default)s)",
@@ -84,13 +98,19 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     found, facts = problems(), sections()
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # of the processes that torchrun starts here
     devices = " and ".join(filter(_C.has_kernels, device_types()))
     good = f"No problems found: gradients on {devices} can be compressed."
     if arguments.master and not found:
         logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # Nobody trains.
-        found, rows = check(arguments.master, arguments.hosts, arguments.wait)
+        processes, seconds = arguments.hosts * arguments.per_host, arguments.wait
+        where = "{} port {}".format(*arguments.master)
+        if first:
+            say(f"Waiting for {processes} processes at {where} ({seconds} seconds at most).")
+        found, rows = check(arguments.master, processes, seconds)
         good, facts = "These hosts can train together.", {"network": rows} if rows else {}
-    _print_report(found, good, facts)
+    if first:
+        _print_report(found, good, facts)
     return 1 if found else 0
 
 

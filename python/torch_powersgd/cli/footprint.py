@@ -29,6 +29,7 @@ class Footprint:
     Attributes:
         gradient_bytes: the bytes of the gradients.
         sent_bytes: the bytes of the payloads, or of the packets that hold them.
+        host_bytes: the bytes that leave a host, by all of its processes.
         residual_bytes: the memory of the residuals.
         factor_bytes: the memory of the factors and of the buffers that carry them.
         table_bytes: the memory of the kernels' tables.
@@ -39,6 +40,7 @@ class Footprint:
 
     gradient_bytes: int = 0
     sent_bytes: int = 0
+    host_bytes: int = 0
     residual_bytes: int = 0
     factor_bytes: int = 0
     table_bytes: int = 0
@@ -92,12 +94,18 @@ def footprint_of(
     options: Options | None,
     dtype: torch.dtype = torch.float32,
     world_size: int = 2,
+    per_host: int = 1,
 ) -> Footprint:
     """The costs of a model's buckets. Options of None stand for the plain all-reduce."""
     total = Footprint()
     for shapes in layout:
-        total += _bucket_footprint(shapes, options, dtype, world_size)
+        total += _bucket_footprint(shapes, options, dtype, world_size, per_host)
     return total
+
+
+def ring_bytes(size: int, world_size: int) -> int:
+    """The bytes that leave a host when a ring averages so many, if its processes are neighbors."""
+    return 2 * (world_size - 1) * size // world_size
 
 
 def matrices_of(
@@ -110,20 +118,25 @@ def matrices_of(
 
 
 def _bucket_footprint(
-    shapes: list[Shape], options: Options | None, dtype: torch.dtype, world_size: int
+    shapes: list[Shape],
+    options: Options | None,
+    dtype: torch.dtype,
+    world_size: int,
+    per_host: int,
 ) -> Footprint:
     gradient_bytes = elements_of(shapes) * dtype.itemsize
     matrices = matrices_of(shapes, options, dtype) if options is not None else []
     if options is None or not matrices:
         # A bucket without a compressed matrix is sent whole, in its own dtype.
-        return Footprint(gradient_bytes, gradient_bytes)
+        return Footprint(gradient_bytes, gradient_bytes, ring_bytes(gradient_bytes, world_size))
     core = to_core(options)
     device = "cuda" if _C.has_kernels("cuda") else "cpu"
-    memory = _C.memory_needs(shapes, core, dtype, device, world_size)
-    reduced = _C.traffic_of(shapes, core, dtype, device, world_size)
+    memory = _C.memory_needs(shapes, core, dtype, device, world_size, per_host)
+    reduced = _C.traffic_of(shapes, core, dtype, device, world_size, per_host)
     return Footprint(
         gradient_bytes,
         sum(payload.payload_bytes for payload in reduced),
+        sum(payload.sent_bytes for payload in reduced),
         memory.residual,
         memory.factors + memory.payloads,
         memory.tables,

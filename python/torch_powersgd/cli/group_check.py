@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd.attach import attach
-from torch_powersgd.cli.processes import delay_of, slowest
+from torch_powersgd.cli.processes import delay_of, in_words, slowest
 from torch_powersgd.group_backends import BACKENDS
+from torch_powersgd.hosts import numbered, this_host
 from torch_powersgd.scope import scope
 from torch_powersgd.units import ms_text
 
@@ -29,6 +31,15 @@ ANSWER = timedelta(seconds=ANSWER_SECONDS)
 SMALLEST, LARGEST = 1 << 12, 1 << 24  # elements whose sum measures the bandwidth
 LONG_ENOUGH = 1.0  # seconds of such a sum
 FAR_SECONDS = 0.02  # of a round trip
+SHARED = "the processes of a host share its link, and sum among themselves first (docs/hosts.md)"
+UNEQUAL = (
+    "the hosts have unequal numbers of processes, so each process sends to all others, over the "
+    "links that they share (docs/hosts.md)"
+)
+ONE_KERNEL = (
+    "some of these hosts are containers of one machine. If they share a link, set POWERSGD_HOST to "
+    "the same name in them (docs/hosts.md)"
+)
 
 Address = tuple[str, int]
 Rows = list[tuple[str, str]]
@@ -36,9 +47,8 @@ Found = tuple[list[str], Rows]  # the problems, and what was measured
 
 
 def check(master: Address, count: int, seconds: float) -> Found:
-    """Waits for ``count`` hosts and checks their group. The one at the address has the store."""
+    """Waits for ``count`` processes and checks their group. The address has the store."""
     where = f"{master[0]} port {master[1]}"
-    print(f"Waiting for {count} hosts at {where} ({seconds:g} seconds at most).", flush=True)
     here = _is_here(master[0])
     if not here and (why := _unreachable(master, seconds)):
         remedy = f"Run this on {master[0]} too, and open TCP port {master[1]} there"
@@ -71,7 +81,7 @@ def _store_at(master: Address, here: bool) -> tuple[dist.Store, bool]:
     def join(hosts: bool) -> dist.Store:
         return dist.TCPStore(*master, None, hosts, ANSWER, wait_for_workers=False)
 
-    if here:
+    if here and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # or torchrun has it
         with contextlib.suppress(RuntimeError):  # Another process has the port.
             return join(hosts=True), True
     return join(hosts=False), False
@@ -79,14 +89,14 @@ def _store_at(master: Address, here: bool) -> tuple[dist.Store, bool]:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """Hosts that talk through a store."""
+    """Processes that talk through a store."""
 
     store: dist.Store
     number: int
     count: int
 
     def tell(self, what: str, mine: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
-        """Returns what each host tells, without those that don't within so many seconds."""
+        """Returns what each process tells, without those that don't within so many seconds."""
         self.store.set(f"{what}/{self.number}", json.dumps(mine))
         keys, end = [f"{what}/{i}" for i in range(self.count)], time.monotonic() + seconds
         while not self.store.check(keys) and time.monotonic() < end:
@@ -97,15 +107,38 @@ class _Meeting:
 def _check(meeting: _Meeting, where: str, seconds: float) -> Found:
     me = socket.gethostname()
     with gloo_listening() as addresses:
-        hosts = meeting.tell("host", (me, addresses), seconds)
-        names = [name for name, _ in hosts]
-        if len(hosts) < meeting.count:
-            came = f"Only {len(hosts)} of {meeting.count} hosts came to {where}: {', '.join(names)}"
-            return [f"{came}. Run this on the others too, and see what they say."], []
-        others = hosts[: meeting.number] + hosts[meeting.number + 1 :]
-        mine = [problem for other in others for problem in _blocked(me, *other)]
+        told = meeting.tell("host", (this_host(), me, addresses), seconds)
+        names = [name for _, name, _ in told]
+        if len(told) < meeting.count:
+            came = f"Only {len(told)} of {meeting.count} processes came to {where}"
+            which = ", ".join(dict.fromkeys(names))
+            return [f"{came}: {which}. Run this on the others too, and see what they say."], []
+        others = told[: meeting.number] + told[meeting.number + 1 :]
+        mine = [problem for _, *other in others for problem in _blocked(me, *other)]
         problems = [problem for each in meeting.tell("blocked", mine) for problem in each]
-    return problems, [] if problems else _measured(meeting, names)
+    if problems:
+        return problems, []
+    hosts = [host for host, *_ in told]
+    return [], [*described(hosts, names), *_measured(meeting, numbered(hosts))]
+
+
+def described(hosts: list[str], names: list[str]) -> Rows:
+    """Says which processes share a host and its link.
+
+    Args:
+        hosts: Of each process, what ``this_host`` has returned.
+        names: The hostname of each process.
+    """
+    numbers, name_of = numbered(hosts), dict(zip(hosts[::-1], names[::-1], strict=True))
+    shown = ", ".join(name_of[host] for host in dict.fromkeys(hosts))
+    sizes = set(Counter(numbers).values())
+    rows = [("hosts", shown if sizes == {1} else f"{in_words(numbers)}: {shown}")]
+    if len(name_of) > 1 and sizes != {1}:
+        rows.append(("link", SHARED if len(sizes) == 1 else UNEQUAL))
+    kernels = Counter(boot for host in name_of if (boot := host.partition(" ")[2]))
+    if max(kernels.values(), default=1) > 1:
+        rows.append(("kernel", ONE_KERNEL))
+    return rows
 
 
 @contextlib.contextmanager
@@ -155,10 +188,14 @@ def _blocked(me: str, name: str, listens: list[Address]) -> Iterator[str]:
             yield f"{me} cannot reach {name} at {address} port {port}: {why}. {remedy}."
 
 
-def _measured(meeting: _Meeting, names: list[str]) -> Rows:
-    """Makes the group as a training does, takes a compressed step, and measures the network."""
+def _measured(meeting: _Meeting, hosts: list[int]) -> Rows:
+    """Makes the group as a training does, takes a compressed step, and measures the network.
+
+    The processes of a host are neighbors, as with torchrun, so a ring crosses its link once.
+    """
     cpu, store = torch.device("cpu"), dist.PrefixStore("group", meeting.store)
-    place: dict[str, Any] = {"rank": meeting.number, "world_size": meeting.count}
+    order = sorted(range(meeting.count), key=lambda number: (hosts[number], number))
+    place: dict[str, Any] = {"rank": order.index(meeting.number), "world_size": meeting.count}
     dist.init_process_group(BACKENDS["cpu"], timeout=ANSWER, store=store, **place)
     try:
         gradient = {"gradient": torch.randn(512, 512)}
@@ -175,7 +212,6 @@ def _measured(meeting: _Meeting, names: list[str]) -> Rows:
     bits = 32 * elements * 2 * (1 - 1 / meeting.count)  # that each host sends, and receives
     far = ", for which each compressed step waits (docs/local-steps.md)"
     return [
-        ("hosts", ", ".join(names)),
         ("round trip", f"{ms_text(round_trip)} ms{far if round_trip > FAR_SECONDS else ''}"),
         ("bandwidth", f"{1e-6 * bits / seconds:.1f} Mbit/s in each direction at once"),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,15 +22,17 @@ from torch_powersgd.cli.arguments import (
     count,
     make_model,
 )
-from torch_powersgd.cli.footprint import Footprint, assign_buckets, footprint_of
+from torch_powersgd.cli.footprint import Footprint, assign_buckets, footprint_of, ring_bytes
 from torch_powersgd.cli.tables import GAP, Table, say, terminal_width
 from torch_powersgd.cli.verdict import RECOMMENDED
-from torch_powersgd.matrices import as_reals, exact_dtypes, highest_rank
+from torch_powersgd.matrices import as_reals, compressible
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options, to_core
 from torch_powersgd.stats import ratio
 from torch_powersgd.units import size_text
 
+Hosts = tuple[int, int]  # the number of hosts, and of processes on each
+ONE_EACH: Hosts = (2, 1)
 SHORTEST_NAME = 12  # columns of the terminal
 PLAN = """\
 Shows which parameters of a model PowerSGD compresses, and how many bytes a step then sends.
@@ -51,6 +54,12 @@ def add(commands: Any) -> None:
         "--wire-dtype", choices=WIRES, default=RECOMMENDED_WIRE, metavar="DTYPE",
         help=f"wire dtype of the factors: {', '.join(WIRES)} (%(default)s); none sends float32",
     )  # fmt: skip
+    plan.add_argument(
+        "--hosts", type=count, default=2, metavar="N", help="hosts that train (%(default)s)"
+    )
+    plan.add_argument(
+        "--per-host", type=count, default=1, metavar="N", help="processes per host (%(default)s)"
+    )
     shown = plan.add_mutually_exclusive_group()
     shown.add_argument(
         "--top", type=count, default=10, metavar="N", help="rows of the table to show (%(default)s)"
@@ -67,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         min_compression_rate=arguments.min_compression_rate,
         wire_dtype=WIRES[arguments.wire_dtype],
     )
-    print_plan(make_model(arguments.model), options, None if arguments.all else arguments.top)
+    top, hosts = None if arguments.all else arguments.top, (arguments.hosts, arguments.per_host)
+    print_plan(make_model(arguments.model), options, top, hosts)
     return 0
 
 
@@ -129,13 +139,14 @@ def grouped(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-def footprint_of_model(model: torch.nn.Module, options: Options) -> Footprint:
+def footprint_of_model(model: torch.nn.Module, options: Options, hosts: Hosts) -> Footprint:
     """The costs of a step, with the buckets that DDP makes of the model."""
     parameters = [as_reals(p) for p in model.parameters() if p.requires_grad]
     total = Footprint()
     for bucket in assign_buckets(parameters):
         shapes = [list(parameters[i].shape) for i in bucket]
-        total += footprint_of([shapes], options, parameters[bucket[0]].dtype)
+        dtype = parameters[bucket[0]].dtype
+        total += footprint_of([shapes], options, dtype, math.prod(hosts), hosts[1])
     return total
 
 
@@ -158,7 +169,9 @@ def wrapped(name: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def print_plan(model: torch.nn.Module, options: Options, top: int | None) -> None:
+def print_plan(
+    model: torch.nn.Module, options: Options, top: int | None, hosts: Hosts = ONE_EACH
+) -> None:
     """Prints the largest parameters, how each is sent, and the totals.
 
     Args:
@@ -166,6 +179,7 @@ def print_plan(model: torch.nn.Module, options: Options, top: int | None) -> Non
         options: the options under which it trains.
         top: the number of rows, each of which may stand for several layers. None: a row for each
             parameter.
+        hosts: the number of hosts, and of processes on each.
 
     Raises:
         ValueError: if no parameter of the model requires a gradient.
@@ -173,8 +187,8 @@ def print_plan(model: torch.nn.Module, options: Options, top: int | None) -> Non
     rows = rows_of(model, options)
     if not rows:
         raise ValueError("the model has no parameter that requires a gradient")
-    footprint = footprint_of_model(model, options)
-    for sentence in summary(model, len(rows), footprint, options):
+    footprint = footprint_of_model(model, options, hosts)
+    for sentence in summary(model, len(rows), footprint, options, hosts):
         say(sentence)
     if not footprint.compressed:
         return
@@ -190,44 +204,55 @@ def print_plan(model: torch.nn.Module, options: Options, top: int | None) -> Non
 
 
 def summary(
-    model: torch.nn.Module, parameters: int, footprint: Footprint, options: Options
+    model: torch.nn.Module,
+    parameters: int,
+    footprint: Footprint,
+    options: Options,
+    hosts: Hosts = ONE_EACH,
 ) -> list[str]:
     """The totals, in sentences."""
     wire = dtype_name(options.wire_dtype or torch.float32)
     setting = f"matrix rank {options.matrix_approximation_rank} with factors in {wire}"
     frozen = sum(1 for p in model.parameters() if not p.requires_grad)
-    exact = exact_dtypes(p for p in model.parameters() if p.requires_grad)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    highest, *exact = compressible(trained, options)
     ignored = [f"Parameters without a gradient, which are left out: {frozen}."] if frozen else []
-    if exact:
-        ignored.append(f"Parameters in {exact} are averaged exactly.")
     if not footprint.compressed:
-        highest = highest_rank(model.parameters(), options)
         return [
             f"Nothing is compressed at {setting}: each step sends "
             f"{size_text(footprint.gradient_bytes)} per process, as without compression. A "
             "weight of n x m is compressed only if "
             "(n + m) * matrix rank * min_compression_rate < n * m.",
-            f"The highest matrix rank that compresses a weight of this model is {highest}."
-            if highest
-            else "This model has no weight that any matrix rank compresses.",
+            highest,
             *ignored,
+            *exact,
         ]
-    elements = sum(as_reals(p).numel() for p in model.parameters() if p.requires_grad)
+    elements = sum(as_reals(p).numel() for p in trained)
     share = 100 * footprint.compressed_elements / elements
     kernels = footprint.table_bytes + footprint.workspace_bytes
     return [
         f"{footprint.compressed} of {parameters} parameters ({share:.1f} % of {elements:,} "
         f"elements) are compressed at {setting}.",
-        f"Each step sends {size_text(footprint.sent_bytes)} per process instead of "
-        f"{size_text(footprint.gradient_bytes)}: "
-        f"{footprint.gradient_bytes / footprint.sent_bytes:.1f} times less.",
+        _sent(footprint, hosts),
         f"Each process needs {size_text(footprint.memory_bytes)} more memory than without "
         "compression: "
         f"{size_text(footprint.residual_bytes)} for the residual, "
         f"{size_text(footprint.factor_bytes)} for factors and their buffers, "
         f"{size_text(kernels)} for the kernels' tables and workspaces.",
         *ignored,
+        *exact,
     ]
+
+
+def _sent(footprint: Footprint, hosts: Hosts) -> str:
+    """What a process sends, or a host whose processes share a link to others."""
+    whole, part = footprint.gradient_bytes, footprint.sent_bytes
+    by, place = "Each step sends", " per process"
+    if hosts[0] > 1 and hosts[1] > 1:
+        whole, part = ring_bytes(whole, math.prod(hosts)), footprint.host_bytes
+        by, place = f"In a step, each of {hosts[0]} hosts of {hosts[1]} processes sends", ""
+    sizes = f"{size_text(part)}{place} instead of {size_text(whole)}"
+    return f"{by} {sizes}: {whole / part:.1f} times less."
 
 
 def _table(shown: list[Row], others: list[Row], footprint: Footprint, prefix: int) -> Table:

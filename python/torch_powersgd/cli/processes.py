@@ -9,6 +9,7 @@ import os
 import statistics
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -73,6 +74,14 @@ def on_every_process(make: Callable[[], T], outline: Callable[[T], str] = lambda
         if not isinstance(error.__context__, ValueError | None):
             traceback.print_exception(error.__context__)
         raise SharedError(str(error)) from None
+
+
+def in_words(hosts: Sequence[int]) -> str:
+    """How many processes share each host, such as "2 hosts of 4 processes", from their numbers."""
+    sizes = list(Counter(hosts).values())
+    if len(set(sizes)) > 1:
+        return f"{len(sizes)} hosts of {' and '.join(map(str, sizes))} processes"
+    return f"{len(sizes)} host{'s' * (len(sizes) > 1)} of {sizes[0]} processes"
 
 
 def slowest(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch_powersgd.cli.arguments import (
 )
 from torch_powersgd.cli.processes import SharedError, joined, on_every_process
 from torch_powersgd.cli.tables import Report, progress, say
+from torch_powersgd.matrices import compressible
+from torch_powersgd.options import Options
 from torch_powersgd.shadow_mode import RANKS, STEPS, Shadow, shadow
 
 WARMUP_STEPS = 100
@@ -97,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not measured.done:
             raise SharedError(f"{arguments.step} must call backward() each time, but {measured}")
         if first:
-            say(verdict(measured))
+            say(verdict(measured, [p for p in model.parameters() if p.requires_grad]))
             if not trained:
                 say(
                     f"{arguments.step} changed no parameter, so these are the errors of a model "
@@ -108,15 +110,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def verdict(measured: Shadow) -> str:
-    """Returns the lowest matrix rank with a small error, in words."""
+def verdict(measured: Shadow, parameters: Sequence[torch.Tensor]) -> str:
+    """Returns the lowest matrix rank with a small error, in words.
+
+    Args:
+        measured: The errors.
+        parameters: The parameters that the model trains.
+    """
     errors = {
         rank: measured.error(rank)
         for rank in measured.ranks
         if any(layer.rank for layer in measured.layers[rank])
     }
     if not errors:
-        return "Nothing is compressed at these matrix ranks. Try lower --ranks."
+        why = compressible(parameters, Options())
+        return " ".join(["Nothing is compressed at these matrix ranks.", *why])
     small = [rank for rank, error in errors.items() if error < LARGE]
     if small:
         return (

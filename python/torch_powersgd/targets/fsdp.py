@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,7 +57,8 @@ class FsdpTarget(Target):
         if own_replicas(self.module) is None and self.place()["of"] == dist.get_world_size():
             raise ValueError(
                 "this module is sharded over all ranks and has no replicas, so FSDP2 all-reduces "
-                "no gradients and there is nothing to compress"
+                "no gradients and there is nothing to compress. To shard it within each host, and "
+                f"replicate it over the hosts, call\n{_hybrid_lines(self.gradients())}"
             )
 
     def check_units(self) -> None:
@@ -114,6 +117,20 @@ def compare_places(everyone: list[dict[str, Any]]) -> str:
                 'mesh.get_group("replicate")'
             )
     return ""
+
+
+def _hybrid_lines(gradients: Mapping[str, torch.Tensor]) -> str:
+    """Returns the code that shards a module within each host, with numbers if torchrun has them."""
+    device = next((gradient.device.type for gradient in gradients.values()), "cuda")
+    world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    known = 1 < local < world and world % local == 0
+    sizes = f"{world // local}, {local}" if known else "hosts, devices_per_host"
+    return (
+        f'    mesh = init_device_mesh("{device}", ({sizes}), '
+        'mesh_dim_names=("replicate", "shard"), '
+        f'backend_override={{"replicate": "{device}:powersgd"}})\n'
+        "    fully_shard(model, mesh=mesh)"
+    )
 
 
 def _reduced_dtype(shard: Any) -> torch.dtype:

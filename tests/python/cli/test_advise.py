@@ -12,6 +12,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from support import command_line, launch, ranks
+from torch_powersgd.cli import advise
 
 MODULE = """
 import os
@@ -62,8 +63,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run_rank(rank: int, folder: Path, port: int, arguments: list[str]) -> tuple[object, str]:
-    launch.enter(rank, 2, port)
+def _run_rank(
+    rank: int, folder: Path, port: int, arguments: list[str], hosts: list[str] | None = None
+) -> tuple[object, str]:
+    launch.enter(rank, len(hosts or [0, 1]), port)
+    if hosts:
+        os.environ["POWERSGD_HOST"] = hosts[rank]
     sys.path.insert(0, str(folder))
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error_{rank}.json")
     return command_line.run("advise", *arguments)
@@ -81,6 +86,32 @@ def test_one_process_says_what_was_measured(folder: Path) -> None:
     assert "The step is a stand-in, whose backward pass takes 2 ms." in words
     assert "torch_powersgd.LocalSGD(ddp, optimizer, sync_every=" in words
     assert second.value == (0, "")
+
+
+def test_both_sums_are_measured_where_processes_share_a_link(folder: Path) -> None:
+    arguments = [MODEL, "--backward-ms", "2", "--ranks", "4"]
+    given = folder, launch.free_port(), arguments, ["a", "a", "b", "b"]
+    first, *others = ranks.run(4, _run_rank, *given, backend=None)
+    status, said = first
+    assert status == 0
+    assert "\n4 processes (2 hosts of 2 processes), " in said
+    table = said.partition("no averaging ")[2]
+    assert "\nmatrix rank 4, int8 " in table
+    assert "\nmatrix rank 4, float32 " in table
+    assert others == [(0, "")] * 3
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wires"),
+    [
+        ([0, 1], ["int8"]),
+        ([0, 0, 0], ["int8"]),
+        ([0, 0, 1, 1], ["int8", "none"]),
+        ([0, 0, 1], ["int8", "none"]),
+    ],
+)
+def test_the_wires_by_default(hosts: list[int], wires: list[str]) -> None:
+    assert advise.wires_on(hosts) == wires
 
 
 def test_a_size_of_buckets_that_pays_is_in_the_lines_to_copy(folder: Path) -> None:

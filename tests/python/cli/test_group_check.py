@@ -18,27 +18,76 @@ from launcher.hosts import Hosts
 from support import command_line, launch, ranks
 from support.deadline import DEADLOCK
 from support.shaped_links import needs_hosts
-from torch_powersgd.cli import group_check
+from torch_powersgd.cli import doctor, group_check
 
 DOCTOR = [sys.executable, "-m", "torch_powersgd", "doctor"]
 
 
-def _doctor(rank: int, port: int, environment: dict[str, str]) -> tuple[object, str]:
-    os.environ.update(environment)
+def _doctor(rank: int, port: int, hosts: list[str]) -> tuple[object, str]:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", POWERSGD_HOST=hosts[rank])
     group_check.LONG_ENOUGH = 0.01
-    status, said = command_line.run("doctor", "--master", f"127.0.0.1:{port}")
+    socket.gethostname = lambda: f"name-of-{hosts[rank]}"
+    arguments = "--hosts", "2", "--per-host", str(len(hosts) // 2)
+    status, said = command_line.run("doctor", "--master", f"127.0.0.1:{port}", *arguments)
     return status, " ".join(said.split())
 
 
-def test_two_processes_train() -> None:
-    port = launch.free_port()
-    for status, said in ranks.run(2, _doctor, port, {"GLOO_SOCKET_IFNAME": "lo"}, backend=None):
+@pytest.mark.parametrize(
+    ("hosts", "found"),
+    [
+        (["a", "b"], ""),
+        (["a", "b", "b", "a"], "2 hosts of 2 processes: "),
+    ],
+)
+def test_processes_train(hosts: list[str], found: str) -> None:
+    port, count = launch.free_port(), len(hosts)
+    for status, said in ranks.run(count, _doctor, port, hosts, backend=None):
         assert said.startswith(
-            f"Waiting for 2 hosts at 127.0.0.1 port {port} (300 seconds at most)."
+            f"Waiting for {count} processes at 127.0.0.1 port {port} (300 seconds at most)."
         )
-        assert "These hosts can train together. network hosts " in said
-        assert " ms bandwidth " in said
+        assert f"These hosts can train together. network hosts {found}name-of-" in said
+        assert (group_check.SHARED in said) == (count > 2)
+        assert " round trip " in said
+        assert " bandwidth " in said
         assert status == 0
+
+
+@pytest.mark.parametrize(
+    ("hosts", "found"),
+    [
+        (["a 1"] * 3, ["1 host of 3 processes: A"]),
+        (["b 2", "a 1"], ["B, A"]),
+        (["b 2", "a 1", "b 2", "a 1"], ["2 hosts of 2 processes: B, A", group_check.SHARED]),
+        (["a 1", "a 1", "b 2"], ["2 hosts of 2 and 1 processes: A, B", group_check.UNEQUAL]),
+        (["c 1", "a 1"], ["C, A", group_check.ONE_KERNEL]),
+        (["named", "named too"], ["NAMED, NAMED"]),
+    ],
+)
+def test_who_shares_a_link(hosts: list[str], found: list[str]) -> None:
+    rows = group_check.described(hosts, [host.split()[0].upper() for host in hosts])
+    assert [value for _, value in rows] == found
+
+
+def test_torchrun_says_how_many_and_one_process_of_a_host_speaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[object] = []
+
+    def check(*arguments: object) -> group_check.Found:
+        checked.append(arguments)
+        return [], [("hosts", "found")]
+
+    monkeypatch.setattr(doctor, "check", check)
+    started = {"TORCHELASTIC_RUN_ID": "job", "MASTER_ADDR": "::1", "MASTER_PORT": "29400"}
+    numbers = {"WORLD_SIZE": "12", "GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in (started | numbers).items():
+        monkeypatch.setenv(name, value)
+    for rank, speaks in (("0", True), ("1", False)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        status, said = command_line.run("doctor")
+        assert status == 0
+        assert bool(said) is speaks
+    assert checked == [(("::1", 29400), 12, 300)] * 2
 
 
 def _doctors_on(hosts: Hosts, **environment: str) -> list[str]:
@@ -71,7 +120,7 @@ def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_check, "CONNECT_SECONDS", 0.1)
     address = ("127.0.0.1", launch.free_port())
     (problem,), rows = group_check.check(address, 3, 0.1)
-    came = f"Only 1 of 3 hosts came to 127.0.0.1 port {address[1]}: {socket.gethostname()}. "
+    came = f"Only 1 of 3 processes came to 127.0.0.1 port {address[1]}: {socket.gethostname()}. "
     assert problem.startswith(came)
     assert not rows
 

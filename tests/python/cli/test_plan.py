@@ -56,6 +56,9 @@ def with_an_empty_one():
     model.empty = torch.nn.Parameter(torch.empty(0, 8))
     return model
 
+def wide():
+    return torch.nn.Linear(20_000, 20_000, device="meta")
+
 constant = 3
 
 def of_width(width):
@@ -151,6 +154,30 @@ def test_every_parameter(plan: Plan) -> None:
     assert all(rows[f"{i}.weight"][1] == "4" for i in range(11))
     assert "11.weight" not in rows
     assert rows["11.bias"][1] == "raw"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "payloads", "ring"), [((2, 4), 1.0, 7 / 4), ((4, 4), 1.5, 15 / 8), ((2, 1), 1.0, 1)]
+)
+def test_a_host_sends_the_sum_of_its_processes(
+    plan: Plan, hosts: tuple[int, int], payloads: float, ring: float
+) -> None:
+    given = f"--rank 8 --hosts {hosts[0]} --per-host {hosts[1]}".split()
+    sizes = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+
+    def sent(*arguments: str) -> list[float]:
+        said = " ".join(plan("models_of_test:wide", *arguments).split())
+        found = re.search(r"sends ([\d.]+) (.B)[a-z ]* instead of ([\d.]+) (.B): ", said)
+        assert found, said
+        assert (f"each of {hosts[0]} hosts of {hosts[1]} processes sends" in said) == (
+            hosts[1] > 1 and len(arguments) > 2
+        )
+        return [float(found[i]) * sizes[found[i + 1]] for i in (1, 3)]
+
+    payload, gradient = sent("--rank", "8")
+    host, plain = sent(*given)
+    assert host == pytest.approx(payloads * payload, rel=0.02)
+    assert plain == pytest.approx(ring * gradient, rel=0.01)
 
 
 def test_what_compresses_nothing(plan: Plan) -> None:

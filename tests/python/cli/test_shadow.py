@@ -20,6 +20,9 @@ def model():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model
 
+def doubles():
+    return model().double()
+
 def model_with_unused():
     wrapped = torch.nn.Sequential(model())
     wrapped.unused = torch.nn.Parameter(torch.ones(2))
@@ -27,7 +30,8 @@ def model_with_unused():
 
 def backward(model):
     model.zero_grad()
-    (model(torch.randn(4, 60)) - 1).square().mean().backward()
+    dtype = next(model.parameters()).dtype
+    (model(torch.randn(4, 60, dtype=dtype)) - 1).square().mean().backward()
 
 def step(model):
     backward(model)
@@ -62,7 +66,12 @@ def _two(folder: Path, *arguments: str, model: str = "model") -> list[tuple[obje
     [
         ("step", ["1", "12", "50"], "Matrix rank 12 is enough: the error of the gradients is 0.0"),
         ("backward", ["1", "2"], "No matrix rank up to 2 is enough: at 2, the error of the"),
-        ("step", ["50"], "Nothing is compressed at these matrix ranks."),
+        (
+            "step",
+            ["50"],
+            "Nothing is compressed at these matrix ranks. The highest matrix rank that compresses "
+            "a weight of this model is 13.",
+        ),
     ],
 )
 def test_the_verdict_comes_first(
@@ -92,6 +101,16 @@ def test_a_step_of_another_form_is_refused(step: str, message: str, tmp_path: Pa
     assert status == 2
     assert message in said
     assert other == (2, "")
+
+
+def test_a_model_that_is_averaged_exactly_is_no_reason_to_lower_the_rank(tmp_path: Path) -> None:
+    options = ["--step", "models_of_shadow:step", "--steps", "2"]
+    (status, said), _ = _two(tmp_path, *options, model="doubles")
+    assert status == 0
+    assert " ".join(said.split()).startswith(
+        "Nothing is compressed at these matrix ranks. This model has no weight that any matrix "
+        "rank compresses. Parameters in float64 are averaged exactly."
+    )
 
 
 def test_parameters_without_a_gradient(tmp_path: Path) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import textwrap
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import torch_powersgd as tp
 from support.fsdp_pairs import (
     WORLD_SIZE,
+    Net,
     both,
     make_pair,
     on_mesh,
@@ -70,6 +74,23 @@ def test_refusals_say_why(rank: int) -> None:
     _refuses(sharded(mesh), "be left out", shard)
     _refuses(hooked, "already has an all-reduce hook", replicate)
     _refuses(sharded(one["shard"]), "no replicas", dist.group.WORLD)
+
+
+@pytest.mark.parametrize("per_host", [2, WORLD_SIZE])
+@on_mesh
+def test_a_module_without_replicas_is_told_how_to_have_them(rank: int, per_host: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
+    one = sharded(init_device_mesh("cpu", (WORLD_SIZE,)))
+    with pytest.raises(ValueError, match="no replicas") as refused:
+        tp.attach(one)
+    lines = textwrap.dedent(str(refused.value).partition("\n")[2])
+    net = Net()
+    names: dict[str, Any] = {"init_device_mesh": init_device_mesh, "fully_shard": fully_shard}
+    if per_host == WORLD_SIZE:
+        assert "(hosts, devices_per_host)" in lines
+        names |= {"hosts": 2, "devices_per_host": 2}
+    exec(lines, names | {"model": net})
+    assert tp.attach(net, OPTIONS).group.size() == WORLD_SIZE // 2  # type: ignore[arg-type]
 
 
 @on_mesh
