@@ -98,6 +98,13 @@ PARTS = {
         Measurement("cluster_delays", 10, f"{_DELAYED} --models demo --ranks 2"),
         Measurement("cluster_delays_hosts", 10, f"{_DELAYED} --models gpt-1M --ranks 2 4 8"),
         Measurement(
+            "cluster_hosts",
+            10,
+            "bench_cluster.py --models gpt-5M --ranks 8 --per-host 4 --rates 1gbit 100mbit"
+            " --rounds 5 --methods none plain hook-1-bucket:16 int8-wire:16"
+            " int8-wire+levels=1:16",
+        ),
+        Measurement(
             "cluster_local_far",
             20,
             f"{_LOCAL} {_LEARNING} local-sgd+fragments=5:16 --rates 100mbit --delays 50"

@@ -6,7 +6,8 @@
 
 It trains a model that computes nothing and has random gradients, in local processes over Gloo. It
 counts sent bytes, memory, threads and sockets, which do not depend on the load of the machine. The
-model of larger groups predicts times from assumed costs of a message; see scaling/model.py.
+models of larger groups predict times from assumed costs of a message; see scaling/model.py and,
+for NCCL on hosts with several devices, scaling/devices.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from launcher import ranks
 from report import Record, add_files, in_turn, processor, provenance, recorded, show, write
-from scaling import model, rank, tables
+from scaling import devices, model, rank, tables
 
 _LIMIT_SECONDS = 900
 
@@ -42,6 +43,7 @@ def measure(arguments: argparse.Namespace) -> Record:
         "approximation": model.RANK,
         "runs": [],
         "model": model.predict(),
+        "several_devices": devices.predict(),
     }
     todo = [(world, method) for world in arguments.ranks for method in model.METHODS]
     for world, method in in_turn(todo, lambda each: f"{each[0]} ranks, {each[1]}"):
@@ -69,6 +71,7 @@ def main() -> None:
         "kB sent by a rank in a step": tables.sent_by_ranks(record),
         "costs of a rank": tables.costs(record),
         f"modeled ms of communication, {model.TIMED_MODEL}": tables.larger_groups(record),
+        f"modeled hosts with several devices, {devices.MODEL}": tables.several_devices(record),
     }
     show(record, shown)
 

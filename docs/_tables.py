@@ -63,6 +63,7 @@ _OF_RECORDS: tuple[Callable[..., Table], ...] = (
     suites,
     of_scaling.larger_groups,
     of_scaling.sent_by_ranks,
+    of_scaling.several_devices,
 )
 TABLES = {table.__name__: table for table in _OF_RECORDS}
 

@@ -25,9 +25,14 @@ def link(setting: Mapping[str, Any]) -> str:
     return f"{setting['rate']}{delay}"
 
 
+def ranks(setting: Mapping[str, Any]) -> str:
+    per_host = setting.get("per_host", 1)
+    return f"{setting['ranks']} ranks" + (f", {per_host} per host" if per_host > 1 else "")
+
+
 def title(setting: Mapping[str, Any]) -> str:
     tcp = f", {setting['congestion_control']}" if "congestion_control" in setting else ""
-    return f"{setting['model']}, {setting['ranks']} ranks, {link(setting)}{tcp}"
+    return f"{setting['model']}, {ranks(setting)}, {link(setting)}{tcp}"
 
 
 def window(steps: int) -> int:
@@ -131,6 +136,8 @@ def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
     figures["step_ms_quartiles"] = quartiles(milliseconds)
     figures["tx_bytes_per_step"] = statistics.mean(run.tx_bytes_per_step for run in done)
     figures["gradient_bytes"] = done[0].gradient_bytes
+    if done[0].payload_bytes:
+        figures["payloads"] = figures["tx_bytes_per_step"] / done[0].payload_bytes
     if done[0].peak_memory_bytes:
         figures["peak_memory_bytes"] = max(run.peak_memory_bytes or 0 for run in done)
     # Compare within a round, since a slow phase of the machine affects both.

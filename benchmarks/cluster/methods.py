@@ -2,8 +2,9 @@
 """The methods of averaging gradients to compare. To add one, add an entry to METHODS.
 
 On the command line, a method has its matrix ranks, "plain hook-1-bucket:4 int8-wire:8,16". This
-project's also have settings: fields of Options, DDP's bucket_cap_mb, variables of NCCL, or the
-arguments of local steps, "int8-wire+min_compression_rate=3:4" and "local-sgd+sync_every=30:16".
+project's also have settings: fields of Options, DDP's bucket_cap_mb, variables of NCCL, the
+arguments of local steps, or one level of sums where hosts have several processes, as in
+"int8-wire+min_compression_rate=3:4", "local-sgd+sync_every=30:16" and "int8-wire+levels=1:16".
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from cluster.trainees import EXACT_STEPS, Author, Make, Method, Parallel, Traine
 
 REFERENCES = ("none", "ddp-alone")  # methods that average nothing
 
-_CAP = "bucket_cap_mb"  # DDP's
+_CAP, _LEVELS = "bucket_cap_mb", "levels"
+_TOLD = {_CAP: "buckets of {} MB", _LEVELS: "in one level"}
 _VARIABLES = ("NCCL_ALGO", "NCCL_PROTO")
-_SETTINGS = (*tp.Options.__dataclass_fields__, _CAP, *_VARIABLES)
+_SETTINGS = (*tp.Options.__dataclass_fields__, *_TOLD, *_VARIABLES)
 
 
 def _parallel(model: nn.Module, rank: int, seed: int) -> Trainee:
@@ -83,7 +85,10 @@ def _options(rank: int, seed: int, **fields: Any) -> tp.Options:
 def _attached(title: str, **settings: Any) -> Method:
     """This project, attached with these settings."""
     variables = {name: str(settings[name]) for name in _VARIABLES if name in settings}
-    fields = {name: settings[name] for name in settings if name not in (_CAP, *_VARIABLES)}
+    fields = {name: settings[name] for name in settings if name not in (*_TOLD, *_VARIABLES)}
+    one_level = _LEVELS in settings
+    if one_level and settings[_LEVELS] != 1:
+        raise ValueError(f"levels can only be 1, got {settings[_LEVELS]!r}")
 
     def options(rank: int, seed: int) -> tp.Options:
         return _options(rank, seed, **fields)
@@ -96,7 +101,15 @@ def _attached(title: str, **settings: Any) -> Method:
         return trainee
 
     vary = functools.partial(_attached, **settings)
-    return Method(title, make, options, variables=variables, settings=_SETTINGS, vary=vary)
+    return Method(
+        title,
+        make,
+        options,
+        one_level=one_level,
+        variables=variables,
+        settings=_SETTINGS,
+        vary=vary,
+    )
 
 
 METHODS = {
@@ -149,6 +162,10 @@ class Contender(NamedTuple):
     def make(self, model: nn.Module, seed: int) -> Trainee:
         return self.how.make(model, self.rank or 0, seed)
 
+    def options(self, seed: int) -> tp.Options | None:
+        """The options of its group, if that is this project's."""
+        return self.how.options(self.rank or 0, seed) if self.how.options else None
+
     @property
     def every(self) -> int:
         """The number of steps from one average to the next."""
@@ -183,7 +200,7 @@ def find(name: str) -> Method:
     if not settings or not method.vary:
         return method
     told = [
-        f"buckets of {value} MB" if setting == _CAP else f"{setting.replace('_', ' ')} {value}"
+        _TOLD.get(setting, setting.replace("_", " ") + " {}").format(value)
         for setting, value in settings.items()
     ]
     return method.vary(", ".join([method.title, *told]), **settings)

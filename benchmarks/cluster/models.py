@@ -92,6 +92,8 @@ TASKS: dict[str, Task] = {
     "demo": Text(Shape(layers=3, width=512, heads=8, context=128), 2, 128),
     # For machines with few cores, and for tests.
     "gpt-1M": Text(Shape(layers=3, width=160, heads=5, context=128), 1, 64, 400_000),
+    # For many processes on few cores: few tokens for its parameters.
+    "gpt-5M": Text(Shape(layers=6, width=256, heads=8, context=128), 1, 32, 400_000),
     # GPT-2 small (without biases) on characters, which are the first 128 of its tokens.
     "gpt2": Text(Shape(layers=12, width=768, heads=12, context=1024, vocabulary=50257), 4, 256),
     "resnet50": Images(32),

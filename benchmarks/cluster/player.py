@@ -28,8 +28,9 @@ class Run:
     failures: list[str] = field(default_factory=list)  # why each failed attempt failed
     milliseconds: list[float] = field(default_factory=list)  # without the turn's first step
     losses: list[float] = field(default_factory=list)  # since the processes started
-    tx_bytes_per_step: float = 0
+    tx_bytes_per_step: float = 0  # of a host, however many ranks it has
     gradient_bytes: int = 0
+    payload_bytes: int | None = None
     peak_memory_bytes: int | None = None  # the maximum over the ranks
     device: str | None = None
 
@@ -53,7 +54,7 @@ class Player:
     hook has now and then, they are started again.
 
     Args:
-        where: the number of local processes, or a host for each.
+        where: the number of local processes, or the hosts that they are on.
         job: what the processes train.
         step_limit: seconds without a step on any rank after which a turn fails.
         warmup: unmeasured steps after a start.
@@ -162,6 +163,7 @@ class Player:
         result.losses = list(self._losses)
         result.tx_bytes_per_step = statistics.mean(c["tx_bytes"] for c in counted) / len(by_step)
         result.gradient_bytes = counted[0]["gradient_bytes"]
+        result.payload_bytes = counted[0]["payload_bytes"]
         result.device = counted[0]["device"]
         if result.device:
             result.peak_memory_bytes = max(c["peak_memory_bytes"] for c in counted)

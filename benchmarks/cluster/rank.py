@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -16,6 +17,8 @@ from launcher.ranks import Rank
 
 from cluster import models
 from cluster.methods import Contender
+from torch_powersgd._core import _C
+from torch_powersgd.options import to_core
 
 GROUP_SECONDS = 120  # limit of a collective
 
@@ -50,9 +53,9 @@ def train(rank: Rank, job: Job) -> None:
 
 def group(rank: Rank, contender: Contender, device: str, seed: int) -> AbstractContextManager[None]:
     """A context with the default group of the method."""
-    how = contender.how
-    options = how.options(contender.rank or 0, seed) if how.options else None
-    return rank.group(how.backend[device], GROUP_SECONDS, options)
+    if contender.how.one_level:
+        os.environ["POWERSGD_HOST"] = f"the host of rank {rank.number}"
+    return rank.group(contender.how.backend[device], GROUP_SECONDS, contender.options(seed))
 
 
 class Trainer:
@@ -71,6 +74,7 @@ class Trainer:
         self.device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
         task = models.TASKS[job.model]
         self._model = task.make().to(self.device)
+        self._options = job.contender.options(job.seed)
         self._trainee = job.contender.make(self._model, job.seed)
         self._batches = task.data(rank.number, rank.world, job.seed)
         self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
@@ -83,8 +87,8 @@ class Trainer:
         self._done = 0  # steps
 
     def turn(self, steps: int, write: Callable[[dict[str, Any]], None]) -> None:
+        bytes_before = hosts.sent_bytes()  # while no other rank of the host sends
         self._meet()
-        bytes_before = hosts.sent_bytes()
         for _ in range(steps):
             batch = [tensor.to(self.device) for tensor in self._batches(self._done)]
             began = time.perf_counter()
@@ -100,10 +104,18 @@ class Trainer:
             {
                 "tx_bytes": hosts.sent_bytes() - bytes_before,
                 "gradient_bytes": sum(p.nbytes for p in self._model.parameters()),
+                "payload_bytes": self._payload_bytes(),
                 "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
                 "device": torch.cuda.get_device_name() if on_gpu else None,
             }
         )
+
+    def _payload_bytes(self) -> int | None:
+        """The bytes of the payloads of a step on one rank, without counts and padding."""
+        if not self._options or not self._trainee.compression:
+            return None
+        shapes = [list(parameter.shape) for parameter in self._model.parameters()]
+        return _C.content_bytes(shapes, to_core(self._options), torch.float32)
 
     def _step(self, batch: list[torch.Tensor]) -> float:
         self.mark("forward")

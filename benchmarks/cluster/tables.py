@@ -25,11 +25,17 @@ def link(setting: Record) -> str:
 
 
 def links(record: Record) -> Table:
-    """Milliseconds of a step on each link, and megabytes sent."""
+    """Milliseconds of a step on each link, and megabytes sent by a host.
+
+    Hosts of several ranks have the bytes in payloads as well.
+    """
     settings = record["settings"]
-    headings = ["method", "sent per step, MB", *(f"{link(each)}, ms" for each in settings)]
+    counts = {"sent per step, MB": ("tx_bytes_per_step", 1e6)}
+    if any(setting.get("per_host", 1) > 1 for setting in settings):
+        counts["payloads"] = ("payloads", 1)
+    headings = ["method", *counts, *(f"{link(each)}, ms" for each in settings)]
     rows = [
-        [record["titles"][method], _sent(settings, method)]
+        [record["titles"][method], *(_least(settings, method, *count) for count in counts.values())]
         + [_step(_without_quartiles(each["methods"].get(method, {}))) for each in settings]
         for method in _methods(record)
     ]
@@ -82,6 +88,7 @@ _step = _number("step_ms", "{:.0f}")
 _COSTS: dict[str, Cell] = {
     "step, ms": _step,
     "above none, ms": _number("above_none_ms", "{:+.0f}"),
+    "payloads": _number("payloads", "{:.2f}"),
     "times fewer bytes": _number("times_fewer_bytes", "{:.1f}"),
     "peak, MB": _number("peak_memory_bytes", "{:.0f}", 1e-6),
     "beyond plain / gradient": _number("memory_beyond_plain_in_gradients", "{:+.2f}"),
@@ -127,7 +134,7 @@ def everything(record: Record) -> dict[str, Table]:
     """All tables that the record has figures for, by their titles."""
     groups: dict[str, list[Record]] = {}
     for setting in record["settings"]:
-        groups.setdefault(f"{setting['model']}, {setting['ranks']} ranks", []).append(setting)
+        groups.setdefault(f"{setting['model']}, {figures_of.ranks(setting)}", []).append(setting)
     tables = {
         f"{title}: loss by step": by_step(record, losses)
         for title, losses in record.get("losses", {}).items()
@@ -157,8 +164,8 @@ def _seconds(figures: Figures, steps: int) -> str:
     return f"{seconds:.1f} ({sooner:.1f} times sooner)"
 
 
-def _sent(settings: Sequence[Record], method: str) -> str:
+def _least(settings: Sequence[Record], method: str, name: str, unit: float) -> str:
     """The minimum over all links, since a slow link retransmits some packets."""
-    found = [each["methods"].get(method, {}).get("tx_bytes_per_step") for each in settings]
-    least = min((sent for sent in found if sent is not None), default=0)
-    return "" if least < 1000 else f"{least / 1e6:.2f}"
+    found = [each["methods"].get(method, {}).get(name) for each in settings]
+    least = min((sent for sent in found if sent is not None), default=0) / unit
+    return "" if least < 1e-3 else f"{least:.2f}"

@@ -90,6 +90,7 @@ class Method:
     approximates: bool = True  # by factors of a matrix rank, or by local steps
     every: int | None = 1  # steps from one average to the next; None: given as the rank
     needs: str = ""  # a Python module
+    one_level: bool = False  # sums as if each process were on a host of its own
     variables: Mapping[str, str] = field(default_factory=dict)  # of its processes' environment
     settings: tuple[str, ...] = ()  # what METHOD+SETTING=VALUE may set
     vary: Callable[..., Method] | None = None  # takes another title, and settings

@@ -115,6 +115,7 @@ def sent_bytes() -> int:
 class Hosts:
     """A context manager for `count` hosts on a switch, with addresses from 10.77.0.1.
 
+    Each is for `per_host` ranks, which share its link: first those of the first host, and so on.
     Every link sends at most `rate` in either direction; None: as fast as the machine can.
     A frame from host to host takes `delay_ms` milliseconds longer, half of it on each link. `link`
     sets the other faults, each of which affects a frame once between two hosts.
@@ -126,10 +127,12 @@ class Hosts:
         rate: str | None,
         delay_ms: float = 0,
         link: Link | None = None,
+        per_host: int = 1,
     ) -> None:
         prefix = f"{owner()}-{next(_serial)}"
         self._switch = f"{prefix}-switch"
         self.names = [f"{prefix}-{i}" for i in range(count)]  # of the network namespaces
+        self.per_host = per_host
         self.rate = rate
         self.delay_ms = delay_ms
         self._link = dataclasses.replace(link or Link(), delay=delay_ms / 2e3)
@@ -150,6 +153,11 @@ class Hosts:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def of_ranks(self) -> list[str]:
+        """The network namespace of each rank."""
+        return [name for name in self.names for _ in range(self.per_host)]
 
     def set_rate(self, host: int, rate: str) -> None:
         """Changes the rate of a host's link in both directions. The link must already have one."""

@@ -110,7 +110,7 @@ class Ranks:
 
     Args:
         function: the function to call. `result` returns its result, which must be JSON.
-        where: the number of local processes, or the hosts, each of which gets one.
+        where: the number of local processes, or the hosts that they are on.
         args: further arguments of the function.
         variables: additions to the processes' environment.
     """
@@ -122,7 +122,7 @@ class Ranks:
         *args: Any,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        namespaces = [""] * where if isinstance(where, int) else where.names
+        namespaces = [""] * where if isinstance(where, int) else where.of_ranks
         self.folder = Path(tempfile.mkdtemp(prefix=f"{hosts.owner()}-"))
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
@@ -253,6 +253,7 @@ def _run(
         hosts.enter(namespace)
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = hosts.INTERFACE
         os.environ["NCCL_IB_DISABLE"] = "1"
+        os.environ["POWERSGD_HOST"] = namespace
         os.environ["NCCL_HOSTID"] = str(rank.number)  # or NCCL refuses two processes on a GPU
     result = function(rank, *args)
     (rank.folder / f"result{rank.number}").write_text(json.dumps(result))

@@ -62,6 +62,19 @@ def larger_groups(record: Record) -> Table:
     return headings, rows
 
 
+def several_devices(record: Record) -> Table:
+    """The modeled bytes and milliseconds of hosts with several devices."""
+    model = record["several_devices"]
+    groups = [f"{hosts} x {model['devices']}" for hosts in model["hosts"]]
+    headings = ["method", *(f"{group}: {what}" for group in groups for what in ("MB", "ms"))]
+    rows = []
+    for row in model["methods"]:
+        pairs = zip(row["sent_bytes"], row["ms"], strict=True)
+        figures = [figure for size, ms in pairs for figure in (size / 1e6, ms)]
+        rows.append([row["method"], *(_bold(figure, False) for figure in figures)])
+    return headings, rows
+
+
 def _worlds(record: Record) -> list[int]:
     return sorted({run["world"] for run in record["runs"]})
 

@@ -22,7 +22,6 @@ import bench_cluster
 import report
 import shapes
 from cluster import methods, models, player
-from cluster.arguments import PICTURED
 from cluster.rank import Job
 from launcher import hosts, mps
 
@@ -47,10 +46,15 @@ def test_a_rate_is_read_as_tc_does(rate: str, value: float) -> None:
         (["--rates", "0mbit"], "got '0mbit'"),
         (["--delays", "soon"], "--delays: expected milliseconds of at least 0, got 'soon'"),
         (["--ranks", "1"], "--ranks: expected an integer of at least 2, got '1'"),
+        (
+            ["--ranks", "8", "6", "--per-host", "4"],
+            "--ranks: expected multiples of --per-host 4, got 6",
+        ),
         (["--steps", "many"], "--steps: expected an integer of at least 2, got 'many'"),
         (["--methods", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
         (["--methods", "plain:4"], "plain has no matrix rank, got 'plain:4'"),
         (["--methods", "bf16-wire:8,0"], "integers of at least 1, got 'bf16-wire:8,0'"),
+        (["--methods", "bf16-wire+levels=2:4"], "levels can only be 1, got 2"),
         (["--methods", "bf16-wire"], "integers of at least 1, got 'bf16-wire'"),
     ],
 )
@@ -92,7 +96,7 @@ def test_the_default_options_are_compared(device: str, monkeypatch: pytest.Monke
     defaults = tp.Options()
     name = f"{defaults.wire_dtype}-wire:{defaults.matrix_approximation_rank}"
     assert name in names
-    assert PICTURED.split()[-1] == name
+    assert bench_cluster.PICTURED.split()[-1] == name
 
 
 def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +138,7 @@ def test_the_table_needs_no_matplotlib(
         ("demo", shapes.demo_gpt()),
         ("gpt2", shapes.gpt(12, 768, 50257, 1024, bias=False)),
         ("gpt-1M", shapes.gpt(3, 160, 128, 128, bias=False)),
+        ("gpt-5M", shapes.gpt(6, 256, 128, 128, bias=False)),
     ],
 )
 def test_models_are_of_the_published_shapes(model: str, expected: list[shapes.Shape]) -> None:
@@ -165,6 +170,23 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
     assert 1.5 < bf16["tx_bytes_per_step"] / attached["tx_bytes_per_step"] < 2.5
     assert plain["above_none_ms"] > 0
     assert picture.stat().st_size > 0
+
+
+@needs_hosts
+def test_the_ranks_of_a_host_share_its_link(tmp_path: Path) -> None:
+    """Plain's ring passes each link once. In two levels, a host sends one payload to the other."""
+    output = tmp_path / "record.json"
+    one_bucket = "int8-wire+bucket_cap_mb=25"  # small payloads take one level
+    names = ["plain", f"{one_bucket}+levels=1:16", f"{one_bucket}:16"]
+    options = ["--ranks", "4", "--per-host", "2", "--methods", *names, "--json", str(output)]
+    subprocess.run([*QUICK, *options], check=True, timeout=2 * DEADLOCK)
+    (setting,) = json.loads(output.read_text())["settings"]
+    plain, one_level, two_levels = setting["methods"].values()
+    size = plain["gradient_bytes"]
+    assert 1.5 * size < plain["tx_bytes_per_step"] < 1.5 * 1.1 * size
+    assert 1 < two_levels["payloads"] < 1.2  # padding, headers, acknowledgments
+    # Two-shot, each of two processes sends a quarter of a payload to two others, twice.
+    assert 2 < one_level["payloads"] < 2 * 1.2
 
 
 @needs_hosts

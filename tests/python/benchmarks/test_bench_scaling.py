@@ -11,11 +11,14 @@ from typing import Any
 
 import bench_scaling
 import pytest
-from scaling import model, tables
+import torch
+from scaling import devices, model, tables
 
 from support.deadline import DEADLOCK
 from support.repository import ROOT
+from torch_powersgd._core import _C
 from torch_powersgd.cli.footprint import Layout, elements_of
+from torch_powersgd.options import to_core
 
 WORLD = 2
 
@@ -37,7 +40,7 @@ def test_a_run_counts_what_is_predicted(tmp_path: Path) -> None:
     assert ours["sockets"] == 2 * (WORLD - 1 + 1)
     beyond = ours["memory_bytes"] - plain["memory_bytes"]
     assert beyond == pytest.approx(ours["predicted"]["memory_bytes"], rel=0.1)
-    for table in (tables.sent_by_ranks, tables.costs, tables.larger_groups):
+    for table in (tables.sent_by_ranks, tables.costs, tables.larger_groups, tables.several_devices):
         headings, rows = table(record)
         assert all(len(row) == len(headings) for row in rows)
 
@@ -78,6 +81,28 @@ def test_a_modeled_step_waits_for_its_longest_bucket(buckets: int) -> None:
     link = model.Link(message=1, handling=1e-6, per_byte=0)
     rounds = 2 * (buckets - 1) + 3
     assert _seconds(layout, "int8", link, 4) == pytest.approx(3 + rounds * 3 * 1e-6)
+
+
+@pytest.mark.parametrize("hosts", devices.HOSTS)
+def test_a_modeled_host_of_several_devices_sends_what_leaves_it(hosts: int) -> None:
+    layout = model.layout_of(devices.MODEL, devices.BUCKET_MB)
+    core = to_core(model.options_of("int8"))
+    payloads = sum(_C.content_bytes(bucket, core, torch.float32) for bucket in layout)
+
+    def sent(method: str) -> float:
+        costs = [c for bucket in layout for c in devices.METHODS[method](bucket, hosts)]
+        return sum(cost.sent for cost in costs) / payloads
+
+    world = hosts * devices.DEVICES
+    host_of = [rank // devices.DEVICES for rank in range(world)]
+    leaves = [(a, b) for a in range(world) for b in range(world) if host_of[a] == 0 < host_of[b]]
+    # Of W parts, a device sends one to each other, and a ring passes all but one to the next host.
+    assert sent("ours, int8, in one level") == pytest.approx(
+        (len(leaves) + world - 1) / world, 0.02
+    )
+    assert sent("ours, int8") == pytest.approx(2 * (hosts - 1) / hosts, rel=0.02)
+    whole = devices.ring(1000, hosts)
+    assert whole.messages + whole.steps == 2 * (world - 1)
 
 
 def test_a_cap_holds_for_the_first_bucket_as_in_ddp() -> None:

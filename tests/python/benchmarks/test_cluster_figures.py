@@ -85,7 +85,7 @@ def test_the_tables_show_links_times_and_seconds_to_the_loss() -> None:
         {
             "none": Run([], [80.0, 80.0]),
             "plain": Run([], [400.0, 500.0, 600.0], tx_bytes_per_step=2e6),
-            "ours": Run(["hung"], [100.0], tx_bytes_per_step=2e5),
+            "ours": Run(["hung"], [100.0], tx_bytes_per_step=2e5, payload_bytes=160_000),
         }
     ]
     target = figures.target(learned)
@@ -106,6 +106,14 @@ def test_the_tables_show_links_times_and_seconds_to_the_loss() -> None:
             ["ours", "0.20", "100", ""],
         ],
     )
+    shared = {**record, "settings": [{**setting, "ranks": 8, "per_host": 4}]}
+    assert tables.links(shared)[0] == ["method", "sent per step, MB", "payloads", "1 Gbit/s, ms"]
+    assert [row[1:3] for row in tables.links(shared)[1]] == [
+        ["", ""],
+        ["2.00", ""],
+        ["0.20", "1.25"],
+    ]
+    assert next(iter(tables.everything(shared))) == "demo, 8 ranks, 4 per host: a step"
     titles = [title.partition(": ")[2] for title in tables.everything(record)]
     # The second link has failed.
     costs = ["what a method costs"] * 2
@@ -118,10 +126,17 @@ def test_the_tables_show_links_times_and_seconds_to_the_loss() -> None:
         ],
     )
     assert tables.costs(record, setting) == (
-        ["method", "step, ms", "above none, ms", "times fewer bytes", "failed attempts"],
         [
-            ["none", "80 (80 to 80)", "", "", ""],
-            ["plain all-reduce", "500 (450 to 550)", "+420 (+420 to +420)", "1.0", ""],
-            ["ours", "100 (100 to 100)", "+20 (+20 to +20)", "10.0", "1"],
+            "method",
+            "step, ms",
+            "above none, ms",
+            "payloads",
+            "times fewer bytes",
+            "failed attempts",
+        ],
+        [
+            ["none", "80 (80 to 80)", "", "", "", ""],
+            ["plain all-reduce", "500 (450 to 550)", "+420 (+420 to +420)", "", "1.0", ""],
+            ["ours", "100 (100 to 100)", "+20 (+20 to +20)", "1.25", "10.0", "1"],
         ],
     )
