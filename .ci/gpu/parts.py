@@ -77,6 +77,7 @@ _LOCAL_STEPS = (
     " diloco+warmup_steps=2+fragment_sync_delay=1:16"
 )
 _LOSS = f"{_GPT2} --rounds 0 --ranks 2 --learning-steps 300 --methods plain int8-wire:16"
+_LEVELS = f"{_INT8}=100:16 {_INT8}=100+levels=1:16"  # of hosts of four, as two and as one
 _KERNELS = (
     f"{_PROGRAM}/bench_kernels --models gpt2 gpt2x4 gpt2x4+1 llama llama+1 --ranks 4 16 32"
     ' --kinds float32 bfloat16/bfloat16 --products bfloat16 --json "$OUTPUT/kernels-record.json"'
@@ -106,5 +107,6 @@ def second_call(verdicts: Mapping[str, str]) -> list[Part]:
         Part("kernels-record", 60, _KERNELS, PROGRAMS, alone=True),
         _bench("stages", 60, f"{_STAGES} gpt2 llama resnet50 --ranks 4 16 32"),
         _bench("steps", 50, "bench_step.py"),
+        _cluster("levels", 60, f"{_GPT2} --ranks 8 --per-host 4 --rounds 3 --methods {_LEVELS}"),
         _bench("stages-high-ranks", 30, f"{_STAGES} gpt2 --ranks 64 128 --repeats 5"),
     ]
