@@ -101,7 +101,7 @@ PARTS = {
             "cluster_hosts",
             10,
             "bench_cluster.py --models gpt-5M --ranks 8 --per-host 4 --rates 1gbit 100mbit"
-            " --rounds 5 --methods none plain hook-1-bucket:16 int8-wire:16"
+            " --rounds 4 --methods none plain hook-1-bucket:16 int8-wire:16"
             " int8-wire+levels=1:16",
         ),
         Measurement(
