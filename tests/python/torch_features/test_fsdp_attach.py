@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import textwrap
 from typing import Any
 
