@@ -131,7 +131,7 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
                          at::ScalarType gradient_type, c10::DeviceType device, Ranks ranks) {
   MemoryNeeds needs;
   if (!plan.compresses()) return needs;
-  const BucketSpec spec{plan, options, gradient_type, at::Device(device), ranks};
+  const BucketSpec spec{plan, options, gradient_type, at::Device(device), std::move(ranks)};
   const int64_t factor = size_of(DType::kFloat32);
   int64_t numel = 0;
   for (const PlannedMatrix& matrix : plan.matrices) {
@@ -166,8 +166,8 @@ std::unique_ptr<BucketCompressor> make_compressor(
   TORCH_INTERNAL_ASSERT(states.size() == plan.matrices.size());
   to_dtype(gradient_type);  // throws for a dtype that is not compressed
   return std::make_unique<StagesCompressor>(
-      BucketSpec{std::move(plan), options, gradient_type, device, ranks}, std::move(states),
-      std::move(step_counter), std::move(workspaces));
+      BucketSpec{std::move(plan), options, gradient_type, device, std::move(ranks)},
+      std::move(states), std::move(step_counter), std::move(workspaces));
 }
 
 }  // namespace powersgd

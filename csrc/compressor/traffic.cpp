@@ -37,7 +37,7 @@ std::string to_string(Schedule schedule) {
 }
 
 StepTraffic traffic_of(const BucketPlan& plan, const Options& options, at::ScalarType gradient_type,
-                       Ranks ranks) {
+                       const Ranks& ranks) {
   const PayloadPlans plans = plan_payloads({plan, options, gradient_type, at::kCPU, ranks});
   return {traffic_of_payload(plans.p, ranks), traffic_of_payload(plans.q, ranks)};
 }

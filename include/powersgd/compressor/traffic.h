@@ -29,7 +29,7 @@ struct StepTraffic {
 
 // Returns the traffic of a compressed step of a bucket.
 StepTraffic traffic_of(const BucketPlan& plan, const Options& options, at::ScalarType gradient_type,
-                       Ranks ranks);
+                       const Ranks& ranks);
 
 // Returns the bytes of a bucket's payloads on the wire, without counts and padding. For a bucket of
 // one parameter, these are the parameter's share.
