@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import logging
 import os
 import platform
 import re
@@ -102,7 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
     devices = " and ".join(filter(_C.has_kernels, device_types()))
     good = f"No problems found: gradients on {devices} can be compressed."
     if arguments.master and not found:
-        logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # Nobody trains.
         processes, seconds = arguments.hosts * arguments.per_host, arguments.wait
         where = "{} port {}".format(*arguments.master)
         if first:

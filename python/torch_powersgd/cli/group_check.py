@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import socket
 import time
@@ -193,6 +194,7 @@ def _measured(meeting: _Meeting, hosts: list[int]) -> Rows:
 
     The processes of a host are neighbors, as with torchrun, so a ring crosses its link once.
     """
+    logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # Nobody trains.
     cpu, store = torch.device("cpu"), dist.PrefixStore("group", meeting.store)
     order = sorted(range(meeting.count), key=lambda number: (hosts[number], number))
     place: dict[str, Any] = {"rank": order.index(meeting.number), "world_size": meeting.count}

@@ -119,7 +119,7 @@ def test_advise_under_torchrun(folder: Path) -> None:
     setting = ["--ranks", 1, 4, "--wire-dtype", "none"]
     ended = torchrun(PROGRAM, "advise", *job, *setting, cwd=folder)
     said = " ".join(ended.stdout.split())
-    assert re.search(r"2 processes, \S+ ms apart one way, 482 kB of gradients", said)
+    assert re.search(r"2 processes \(1 host of 2 processes\), \S+ ms apart one way, 482 kB", said)
     assert "The step is models_of_user:step" in said
     row = r"^(\w.*?)  +[\d.]+  +[\d.]+ to [\d.]+(?:  +([\d.]+ kB))?"
     rows = re.findall(row, ended.stdout, re.MULTILINE)
