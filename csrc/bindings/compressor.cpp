@@ -83,7 +83,6 @@ void register_stages(py::module_& module) {
   py::class_<Traffic>(module, "Traffic")
       .def_property_readonly("schedule",
                              [](const Traffic& self) { return to_string(self.schedule); })
-      .def_readonly("two_levels", &Traffic::two_levels)
       .def_readonly("payload_bytes", &Traffic::payload_bytes)
       .def_readonly("sent_bytes", &Traffic::sent_bytes);
   module.def(

@@ -43,7 +43,6 @@ def memory_needs(
 
 class Traffic:
     schedule: str
-    two_levels: bool
     payload_bytes: int
     sent_bytes: int
 

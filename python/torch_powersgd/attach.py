@@ -17,6 +17,7 @@ from torch_powersgd._core import _C
 from torch_powersgd.attachment import Attachment
 from torch_powersgd.compression import Compression
 from torch_powersgd.group_backends import find_backends
+from torch_powersgd.hosts import in_two_levels
 from torch_powersgd.matrices import exact_dtypes, highest_rank, is_exact
 from torch_powersgd.options import Options, to_core
 from torch_powersgd.proposal import agree
@@ -161,15 +162,15 @@ def _announce(compression: Compression, target: Target) -> None:
             + (f". Those in {exact} are averaged exactly" if exact else "")
         )
         return
-    per_host = Counter(find_backends(group)[0].hosts).values()
+    hosts = find_backends(group)[0].hosts
+    per_host = Counter(hosts).values()
     on_one_host = (
         "; all processes run on this host, where plain all-reduce may be just as fast"
         if len(per_host) == 1
         else ""
     )
     fewest, most = min(per_host), max(per_host)
-    in_two_levels = len(per_host) > 1 and fewest == most > 1
-    sender = f"in a step, each host of {most} processes" if in_two_levels else "a step"
+    sender = f"in a step, each host of {most} processes" if in_two_levels(hosts) else "a step"
     share = 100 * outline.compressed_numel / outline.numel
     those = f"; those in {exact} are averaged exactly" if exact else ""
     say.notice(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,3 +28,13 @@ def numbered(hosts: Sequence[str]) -> list[int]:
     """Numbers hosts by their first processes: [0, 1, 0] for ["a", "b", "a"]."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(host, len(numbers)) for host in hosts]
+
+
+def in_two_levels(hosts: Sequence[int]) -> bool:
+    """Whether hosts add the payloads of their processes first, as the core's ``levels_of`` decides.
+
+    Args:
+        hosts: The number of each process's host.
+    """
+    sizes = {*Counter(hosts).values()}
+    return len(set(hosts)) > 1 and len(sizes) == 1 and sizes != {1}

@@ -23,11 +23,7 @@ from torch_powersgd.cli.arguments import (
     callable_of,
     make_model,
 )
-from torch_powersgd.cli.processes import (
-    in_words,
-    joined,
-    on_every_process,
-)
+from torch_powersgd.cli.processes import in_words, joined, on_every_process
 from torch_powersgd.cli.rehearsal import (
     BUCKETS_SECONDS,
     Job,

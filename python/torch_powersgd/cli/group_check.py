@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch_powersgd.attach import attach
 from torch_powersgd.cli.processes import delay_of, in_words, slowest
 from torch_powersgd.group_backends import BACKENDS
-from torch_powersgd.hosts import numbered, this_host
+from torch_powersgd.hosts import in_two_levels, numbered, this_host
 from torch_powersgd.scope import scope
 from torch_powersgd.units import ms_text
 
@@ -135,7 +135,7 @@ def described(hosts: list[str], names: list[str]) -> Rows:
     sizes = set(Counter(numbers).values())
     rows = [("hosts", shown if sizes == {1} else f"{in_words(numbers)}: {shown}")]
     if len(name_of) > 1 and sizes != {1}:
-        rows.append(("link", SHARED if len(sizes) == 1 else UNEQUAL))
+        rows.append(("link", SHARED if in_two_levels(numbers) else UNEQUAL))
     kernels = Counter(boot for host in name_of if (boot := host.partition(" ")[2]))
     if max(kernels.values(), default=1) > 1:
         rows.append(("kernel", ONE_KERNEL))

@@ -26,9 +26,8 @@ class StepCounter:
     def __init__(self, optimizers: Sequence[Optimizer], count: Callable[[], None]) -> None:
         self.optimizers = optimizers
         self._count = count
-        self._done: set[Optimizer] = (
-            set()
-        )  # the optimizers that have taken or skipped the next step
+        # The optimizers that have taken or skipped the next step.
+        self._done: set[Optimizer] = set()
         self._heard = False  # whether an optimizer took a step in the scaler's step
         self._removals = [_call_after_steps(one, self._after_step) for one in optimizers]
 
