@@ -204,6 +204,13 @@ void BucketReducer::end_step() {
   const bool captured = std::any_of(devices.begin(), devices.end(), is_capturing);
   session_->end_step(*stats_, options_, captured);
   if (captured) return;  // what follows reads from the device
+  try {
+    watch(devices);
+  } catch (const c10::DistBackendError&) {  // the group has ended, as the sums of the step say
+  }
+}
+
+void BucketReducer::watch(const std::vector<c10::Device>& devices) {
   states_->watch_captured(/*compressed=*/warm());
   if (options_.check_every == 0 || states_->step() % options_.check_every != 0) return;
   for (const c10::Device device : devices) {

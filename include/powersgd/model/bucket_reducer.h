@@ -118,6 +118,8 @@ class BucketReducer final : public AllreduceTaker,
                   std::vector<Use> uses, double output_scale, double units);
   void warn_of_unknown_parameters();
   void announce_start() const;
+  // Samples and checks the states at some steps, on the engines and after the present step.
+  void watch(const std::vector<c10::Device>& devices);
   // Keeps an old, non-finite gradient from skipping the step of the whole bucket.
   void clear_stale_non_finite(const at::Tensor& buffer, const std::vector<size_t>& parameters,
                               const std::vector<Use>& uses) const;

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "group/sessions.h"
+#include "model/capture_watch.h"
 #include "model/parameter_layout.h"
 #include "powersgd/group/stats.h"
 #include "ranks/one_rank.h"
@@ -124,6 +125,21 @@ TEST(BucketReducer, AStepThatBrokeOffIsTheLastOne) {
       EXPECT_TRUE(at::equal(after[i].q_local, before[i].q_local));
     }
   });
+}
+
+// For example if another rank died in it, and the owner of the group drops the step.
+TEST(BucketReducer, AStepEndsInAGroupThatHasEnded) {
+  for (const int64_t check_every : {0, 1}) {
+    Options options = test::compressing(2);
+    options.check_every = check_every;
+    test::run_sessions(kReducers, options, [](int rank, const SessionPtr& session, auto&&) {
+      AttachedModel model(rank, session);
+      for (uint64_t i = 1; i < CaptureWatch::kInterval; ++i) model.step(0, /*two_buckets=*/false);
+      session->abort();
+      EXPECT_NO_THROW(model.reducer->end_step());
+      EXPECT_EQ(model.reducer->states()->step(), CaptureWatch::kInterval);
+    });
+  }
 }
 
 TEST(BucketReducer, AParameterThatWasNotAttachedIsAnError) {
