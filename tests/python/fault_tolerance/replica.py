@@ -223,7 +223,9 @@ class _Group(ProcessGroupPowerSGD):
     """
 
     def __init__(self, job: _Job) -> None:
-        super().__init__(LIMIT, {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2})
+        super().__init__(
+            LIMIT, {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2, "check_every": 1}
+        )
         self.job, self.moves, self.calls = job, 0, 0
         self.changed: set[str] = set()
         self.before: dict[Attached, Tensors] = {}  # the residuals before the last step
