@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,10 +24,16 @@ namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
+// The matrix ranks that parameters have of their own: for each of them, or empty.
+using OwnRanks = std::vector<std::optional<int64_t>>;
+
 BucketPlan plan_of(const std::vector<std::vector<int64_t>>& shapes, const Options& options,
-                   at::ScalarType dtype) {
+                   at::ScalarType dtype, const OwnRanks& ranks = {}) {
   std::vector<ParameterShape> bucket;
-  for (const auto& sizes : shapes) bucket.push_back({sizes, {}, !is_compressible(dtype)});
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    bucket.push_back({shapes[i], {}, !is_compressible(dtype)});
+    if (!ranks.empty()) bucket.back().rank = ranks.at(i);
+  }
   return plan_bucket(bucket, options);
 }
 
@@ -55,10 +62,13 @@ void register_plan(py::module_& module) {
     return std::make_pair(shape.rows, shape.cols);
   });
   module.def("is_compressible", &is_compressible);
-  module.def("matrix_rank",
-             [](std::vector<int64_t> sizes, const Options& options, at::ScalarType dtype) {
-               return sent_numel({std::move(sizes), {}, !is_compressible(dtype)}, options).rank;
-             });
+  module.def(
+      "matrix_rank",
+      [](std::vector<int64_t> sizes, const Options& options, at::ScalarType dtype,
+         std::optional<int64_t> rank) {
+        return sent_numel({std::move(sizes), {}, !is_compressible(dtype), rank}, options).rank;
+      },
+      py::arg("shape"), py::arg("options"), py::arg("dtype"), py::arg("rank") = py::none());
 }
 
 void register_stages(py::module_& module) {
@@ -73,13 +83,14 @@ void register_stages(py::module_& module) {
   module.def(
       "memory_needs",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
-         at::ScalarType dtype, const std::string& device, int32_t world_size, int32_t per_host) {
+         at::ScalarType dtype, const std::string& device, int32_t world_size, int32_t per_host,
+         const OwnRanks& ranks) {
         const c10::DeviceType type = at::Device(device).type();
-        return memory_needs(plan_of(shapes, options, dtype), options, dtype, type,
+        return memory_needs(plan_of(shapes, options, dtype, ranks), options, dtype, type,
                             ranks_on(type, world_size, per_host));
       },
       py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device"),
-      py::arg("world_size"), py::arg("per_host") = 1);
+      py::arg("world_size"), py::arg("per_host") = 1, py::arg("ranks") = OwnRanks{});
   py::class_<Traffic>(module, "Traffic")
       .def_property_readonly("schedule",
                              [](const Traffic& self) { return to_string(self.schedule); })
@@ -88,20 +99,22 @@ void register_stages(py::module_& module) {
   module.def(
       "traffic_of",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
-         at::ScalarType dtype, const std::string& device, int32_t world_size, int32_t per_host) {
-        const Ranks ranks = ranks_on(at::Device(device).type(), world_size, per_host);
-        const StepTraffic step = traffic_of(plan_of(shapes, options, dtype), options, dtype, ranks);
+         at::ScalarType dtype, const std::string& device, int32_t world_size, int32_t per_host,
+         const OwnRanks& ranks) {
+        const StepTraffic step =
+            traffic_of(plan_of(shapes, options, dtype, ranks), options, dtype,
+                       ranks_on(at::Device(device).type(), world_size, per_host));
         return std::make_pair(step.p, step.q);
       },
       py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device"),
-      py::arg("world_size"), py::arg("per_host") = 1);
+      py::arg("world_size"), py::arg("per_host") = 1, py::arg("ranks") = OwnRanks{});
   module.def(
       "content_bytes",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
-         at::ScalarType dtype) {
-        return content_bytes(plan_of(shapes, options, dtype), options, dtype);
+         at::ScalarType dtype, const OwnRanks& ranks) {
+        return content_bytes(plan_of(shapes, options, dtype, ranks), options, dtype);
       },
-      py::arg("shapes"), py::arg("options"), py::arg("dtype"));
+      py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("ranks") = OwnRanks{});
   module.def("cpu_instruction_set", &kernels::cpu::instruction_set);
   module.def("cuda_launch_count", &cuda_launch_count);
   py::class_<BucketCompressor>(module, "BucketCompressor")

@@ -57,6 +57,10 @@ void register_options(py::module_& module) {
   for_each_option([property = Properties{options}](const char* name, auto member, auto /*rule*/) {
     property(name, member);
   });
+  module.def("name_fits", &fits);
+  module.def("rank_of", [](const std::string& name, const Options& options) {
+    return rank_of(name, options.matrix_ranks);
+  });
   module.attr("max_rank") = kMaxRank;
 }
 

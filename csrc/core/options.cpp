@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "powersgd/core/options.h"
 
+#include <fnmatch.h>
+
 #include <array>
 #include <optional>
 #include <sstream>
@@ -60,6 +62,13 @@ std::string shown(Scope value) { return quoted(to_string(value)); }
 std::string shown(DType value) { return to_string(value); }
 std::string shown(std::optional<WireDType> value) { return value ? to_string(*value) : "None"; }
 std::string shown(const std::string& value) { return quoted(value); }
+std::string shown(const PatternRanks& value) {
+  std::string text;
+  for (const auto& [pattern, rank] : value) {
+    text += (text.empty() ? "" : ", ") + quoted(pattern) + ": " + std::to_string(rank);
+  }
+  return "{" + text + "}";
+}
 
 }  // namespace
 
@@ -69,6 +78,18 @@ void validate(const Options& options) {
     const char* allowed = rule(value);
     if (allowed != nullptr) reject(name, allowed, shown(value));
   });
+}
+
+bool fits(const std::string& pattern, const std::string& name) {
+  return fnmatch(pattern.c_str(), name.c_str(), 0) == 0 ||
+         fnmatch(pattern.c_str(), ("." + name).c_str(), 0) == 0;
+}
+
+std::optional<int64_t> rank_of(const std::string& name, const PatternRanks& ranks) {
+  for (const auto& [pattern, rank] : ranks) {
+    if (fits(pattern, name)) return rank;
+  }
+  return std::nullopt;
 }
 
 Scope parse_scope(const std::string& name) {

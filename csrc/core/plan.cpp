@@ -104,15 +104,17 @@ MatrixShape near_square_shape(int64_t numel) {
   return {numel / cols, cols};
 }
 
-int64_t effective_rank(const MatrixShape& shape, const Options& options) {
-  return std::min({options.matrix_approximation_rank, shape.rows, shape.cols});
+int64_t effective_rank(const ParameterShape& shape, const Options& options) {
+  const MatrixShape matrix = matrix_shape(shape);
+  const int64_t rank = shape.rank.value_or(options.matrix_approximation_rank);
+  return std::min({rank, matrix.rows, matrix.cols});
 }
 
 bool should_compress(const ParameterShape& shape, const Options& options) {
-  if (shape.exact) return false;
+  const int64_t rank = effective_rank(shape, options);
+  if (shape.exact || rank == 0) return false;
   const MatrixShape matrix = matrix_shape(shape);
-  const auto factors =
-      static_cast<double>((matrix.rows + matrix.cols) * effective_rank(matrix, options));
+  const auto factors = static_cast<double>((matrix.rows + matrix.cols) * rank);
   return factors * options.min_compression_rate < static_cast<double>(matrix.rows * matrix.cols);
 }
 
@@ -123,7 +125,7 @@ SentNumel sent_numel(const ParameterShape& shape, const Options& options) {
     return sent;
   }
   const MatrixShape matrix = matrix_shape(shape);
-  sent.rank = effective_rank(matrix, options);
+  sent.rank = effective_rank(shape, options);
   sent.p = matrix.rows * sent.rank;
   sent.q = matrix.cols * sent.rank;
   sent.total = sent.p + sent.q + 1;  // the use

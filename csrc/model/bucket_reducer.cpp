@@ -27,10 +27,11 @@ std::shared_ptr<BucketReducer> BucketReducer::make(const std::shared_ptr<Session
                                                    const std::vector<at::Tensor>& parameters,
                                                    Options options, const BucketReducer* previous) {
   validate(options);
+  NamedParameters named(std::move(names), parameters, options.matrix_ranks);
   auto reducer = std::make_shared<BucketReducer>(
-      session, std::make_shared<ModelStates>(
-                   session, NamedParameters(std::move(names), parameters), std::move(options),
-                   previous != nullptr ? previous->states_.get() : nullptr));
+      session,
+      std::make_shared<ModelStates>(session, std::move(named), std::move(options),
+                                    previous != nullptr ? previous->states_.get() : nullptr));
   if (previous != nullptr) reducer->stats_->add(previous->stats_->snapshot());
   return reducer;
 }
@@ -143,7 +144,7 @@ BucketReducer::Bucket BucketReducer::make_bucket(const at::Tensor& buffer,
   std::vector<ParameterShape> shapes;
   int64_t numel = 0;
   for (const size_t index : parameters) {
-    shapes.push_back(memory_layout(states_->parameters()[index]));
+    shapes.push_back(states_->parameters().shape(index));
     numel += shapes.back().numel();
   }
   TORCH_CHECK(numel == buffer.numel(), "powersgd: a bucket has ", buffer.numel(),

@@ -76,12 +76,12 @@ void ModelStates::copy_states(const ModelStates& previous) {
 }
 
 bool ModelStates::is_compressed(size_t index) const {
-  return should_compress(memory_layout(parameters_[index]), options_);
+  return should_compress(parameters_.shape(index), options_);
 }
 
 ParameterState::Layout ModelStates::layout_of(ParameterState& state, size_t index) const {
-  const MatrixShape shape = matrix_shape(memory_layout(parameters_[index]));
-  return {&state, shape, effective_rank(shape, options_)};
+  const ParameterShape shape = parameters_.shape(index);
+  return {&state, matrix_shape(shape), effective_rank(shape, options_)};
 }
 
 void ModelStates::start(ParameterState& state, size_t index) const {

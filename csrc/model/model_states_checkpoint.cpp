@@ -97,7 +97,7 @@ void ModelStates::load_parameter(size_t index, const ParameterExport& saved, dou
   const at::Tensor& parameter = parameters_[index];
   ParameterState& state = *states_[index];
   const at::Tensor residual = to_memory_order(saved.residual, parameter);
-  const int64_t rank = effective_rank(matrix_shape(memory_layout(parameter)), options_);
+  const int64_t rank = effective_rank(parameters_.shape(index), options_);
   const at::Tensor q = q_to_memory_order(saved.q, parameter);
   const int64_t kept = std::min(rank, q.size(0));
   session_->run_after_steps(parameter.device(), [&] {

@@ -31,11 +31,12 @@ std::vector<LayerStats> ModelStates::layers() {
     const at::Tensor& parameter = parameters_[i];
     LayerStats& layer = all.emplace_back();
     layer.name = parameters_.names()[i];
-    layer.shape = matrix_shape(memory_layout(parameter));
-    layer.rank = is_compressed(i) ? effective_rank(layer.shape, options_) : 0;
+    const ParameterShape shape = parameters_.shape(i);
+    layer.shape = matrix_shape(shape);
+    layer.rank = sent_numel(shape, options_).rank;
     layer.bytes_before = parameter.numel() * static_cast<int64_t>(parameter.element_size());
-    layer.bytes_after = content_bytes(plan_bucket({memory_layout(parameter)}, options_), options_,
-                                      parameter.scalar_type());
+    layer.bytes_after =
+        content_bytes(plan_bucket({shape}, options_), options_, parameter.scalar_type());
     const ParameterState& state = *states_[i];
     if (!state.allocated()) continue;
     session_->run_after_steps(parameter.device(), [&] { read_last_step(state, layer); });

@@ -11,14 +11,22 @@
 namespace powersgd {
 
 NamedParameters::NamedParameters(std::vector<std::string> names,
-                                 const std::vector<at::Tensor>& parameters)
+                                 const std::vector<at::Tensor>& parameters,
+                                 const PatternRanks& ranks)
     : names_(std::move(names)), parameters_(as_reals(parameters)) {
   TORCH_CHECK(names_.size() == parameters_.size(), "powersgd: ", names_.size(), " names for ",
               parameters_.size(), " parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {
     strides_.push_back(memory_layout(parameters_[i]).strides);
+    ranks_.push_back(rank_of(names_[i], ranks));
     index_of_[parameters[i].unsafeGetTensorImpl()] = i;
   }
+}
+
+ParameterShape NamedParameters::shape(size_t index) const {
+  ParameterShape shape = memory_layout(parameters_[index]);
+  shape.rank = ranks_[index];
+  return shape;
 }
 
 std::vector<c10::Device> NamedParameters::devices() const {

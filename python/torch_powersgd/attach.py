@@ -19,7 +19,7 @@ from torch_powersgd.compression import Compression
 from torch_powersgd.group_backends import find_backends
 from torch_powersgd.hosts import in_two_levels
 from torch_powersgd.matrices import exact_dtypes, highest_rank, is_exact
-from torch_powersgd.options import Options, to_core
+from torch_powersgd.options import Options, rank_text, to_core
 from torch_powersgd.proposal import agree
 from torch_powersgd.targets import Target, target_of
 from torch_powersgd.units import size_text
@@ -175,7 +175,7 @@ def _announce(compression: Compression, target: Target) -> None:
     those = f"; those in {exact} are averaged exactly" if exact else ""
     say.notice(
         f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
-        f"elements) are compressed at matrix rank {rank}{those}; {sender} sends "
+        f"elements) are compressed at {rank_text(options)}{those}; {sender} sends "
         f"{size_text(outline.bytes_after)} instead of {size_text(outline.bytes_before)}, from "
         f"step {options.start_powerSGD_iter} on{on_one_host}"
     )

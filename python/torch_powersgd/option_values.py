@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -87,6 +88,11 @@ def parse(variable: str, type_name: str, text: str) -> Any:
         return text
     if "dtype" in type_name:
         return None if text.lower() == "none" else text.lower()
+    if type_name.startswith("Mapping"):
+        pairs = [part.strip().rpartition("=") for part in text.split(",")]
+        fits = all(pattern and rank.isdecimal() for pattern, _, rank in pairs)
+        require(fits, variable, "of the form PATTERN=RANK,PATTERN=RANK", text)
+        return {pattern: int(rank) for pattern, _, rank in pairs}
     if type_name == "bool":
         truths = {"1": True, "true": True, "0": False, "false": False}
         require(text.lower() in truths, variable, f"one of {', '.join(truths)}", text)
@@ -99,6 +105,8 @@ def parse(variable: str, type_name: str, text: str) -> Any:
 
 def typed(name: str, type_name: str, value: Any) -> Any:
     """Returns the value as exactly the field's type. A numpy scalar counts as a Python one."""
+    if type_name.startswith("Mapping"):
+        return _pairs(name, value)
     if type_name in ("int", "float"):
         number = _number(type_name, value)
         if number is not None:
@@ -112,6 +120,18 @@ def typed(name: str, type_name: str, value: Any) -> Any:
     ):
         return value
     raise must_be(name, f"of type {type_name}", value)
+
+
+def _pairs(name: str, value: Any) -> tuple[tuple[str, int], ...]:
+    """Returns the items of a mapping from names to integers, in their order."""
+    items = value.items() if isinstance(value, Mapping) else value
+    try:
+        return tuple((typed(name, "str", key), typed(name, "int", of)) for key, of in items)
+    except (
+        TypeError,
+        ValueError,
+    ):  # no items, no pairs, or of other types
+        raise must_be(name, "a mapping from names or patterns to integers", value) from None
 
 
 def positive(name: str, value: Any) -> float:

@@ -8,7 +8,7 @@ import difflib
 import functools
 import importlib.metadata
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,9 @@ class Options:
             0's factors, and ``Compression.stats()["differences"]`` counts it. 0: never check.
         allow_discard: Whether ``Compression.discard_step`` may be called. Each step then keeps a
             copy of its residuals and factors, which doubles their memory.
+        matrix_ranks: Matrix ranks of single parameters, by name or by a pattern as of a shell:
+            ``{"*.embedding.weight": 0, "blocks.*.mlp.*": 32}``. 0: averaged exactly. Of several
+            that fit a name, the first counts. ``min_compression_rate`` applies to them as well.
 
     Raises:
         ValueError: If a value is not allowed, alone or in combination with others. The message
@@ -88,6 +91,7 @@ class Options:
     residual_dtype: torch.dtype | str = torch.float32
     check_every: int = 0
     allow_discard: bool = False
+    matrix_ranks: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     # torch's DeviceMesh reads a group's timeout from its options. None is the default.
     @property
@@ -144,6 +148,28 @@ def _types() -> list[tuple[str, str]]:
 _NAMES = [name for name, _ in _types()]
 
 
+def check_matrix_ranks(options: Options, names: Collection[str]) -> None:
+    """Raises a ValueError if a pattern of ``matrix_ranks`` fits none of the parameters."""
+    for pattern, _ in _own_ranks(options):
+        if not any(_C.name_fits(pattern, name) for name in names):
+            raise ValueError(
+                f"matrix_ranks: no trainable parameter has the name {shown(pattern)}."
+                f"{_similar(pattern.replace('*', ''), [*names])} The first are called "
+                f"{', '.join([*names][:3])}"
+            )
+
+
+def rank_text(options: Options) -> str:
+    """Returns the matrix ranks, as "matrix rank 16"."""
+    others = ", ".join(f"{rank} for {pattern}" for pattern, rank in _own_ranks(options))
+    return f"matrix rank {options.matrix_approximation_rank}" + (f" ({others})" if others else "")
+
+
+def _own_ranks(options: Options) -> tuple[tuple[str, int], ...]:
+    assert isinstance(options.matrix_ranks, tuple)
+    return options.matrix_ranks
+
+
 def to_core(options: Options) -> _C.Options:
     """Returns the same options as a value of the C++ core."""
     core = _C.Options()
@@ -165,10 +191,13 @@ def from_core(core: _C.Options) -> Options:
 
 def to_plain(options: Options) -> dict[str, Any]:
     """Returns the fields as JSON types, for messages and checkpoints."""
-    return {
-        name: dtype_name(value) if isinstance(value, torch.dtype) else value
-        for name, value in dataclasses.asdict(options).items()
-    }
+    plain = dataclasses.asdict(options)
+    for name, value in plain.items():
+        if isinstance(value, torch.dtype):
+            plain[name] = dtype_name(value)
+        elif isinstance(value, tuple):
+            plain[name] = [list(pair) for pair in value]
+    return plain
 
 
 _configured: Options | None = None

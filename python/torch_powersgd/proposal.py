@@ -17,7 +17,7 @@ from torch_powersgd._core import _C
 from torch_powersgd.attachment import Attachment
 from torch_powersgd.group_backends import find_backend
 from torch_powersgd.option_values import dtype_name, require
-from torch_powersgd.options import Options, from_core, lay_over, to_plain
+from torch_powersgd.options import Options, check_matrix_ranks, from_core, lay_over, to_plain
 from torch_powersgd.targets import Target, TensorsByName
 from torch_powersgd.targets.fsdp import compare_places
 
@@ -137,6 +137,7 @@ def _propose(
     if previous is None:
         base = from_core(backend.options.compression)
         options = lay_over(base, given, "options of attach")
+        check_matrix_ranks(options, target.family())
         return Proposal(backend, options, gradients, target.place())
     if previous.kept is None:
         raise ValueError(f"previous can no longer be used: {previous.ended}")

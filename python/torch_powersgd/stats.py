@@ -12,7 +12,7 @@ from torch_powersgd import log
 from torch_powersgd._core import _C
 from torch_powersgd.group_backends import find_backends, group_or_default
 from torch_powersgd.option_values import dtype_name
-from torch_powersgd.options import Options
+from torch_powersgd.options import Options, rank_text
 from torch_powersgd.units import size_text
 
 _COMPUTED = ("project", "orthogonalize", "back_project", "reconstruct")
@@ -78,7 +78,7 @@ def summary(reducer: _C.BucketReducer, group: dist.ProcessGroup, options: Option
     processes = "1 process" if group.size() == 1 else f"{group.size()} processes"
     lines = [
         f"Compression over {processes}: {outline.compressed_parameters} of "
-        f"{outline.parameters} parameters at matrix rank {options.matrix_approximation_rank} in "
+        f"{outline.parameters} parameters at {rank_text(options)} in "
         f"{wire}, from step {options.start_powerSGD_iter} on"
     ]
     if counts["steps"] == 0:

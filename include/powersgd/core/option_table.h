@@ -56,6 +56,14 @@ inline const char* residual_dtype(DType value) {
   return allowed ? nullptr : kResidualDTypeWords;
 }
 
+inline const char* matrix_ranks(const PatternRanks& value) {
+  for (const auto& [pattern, of] : value) {
+    const bool allowed = !pattern.empty() && (of == 0 || rank(of) == nullptr);
+    if (!allowed) return "names or patterns with an integer from 0 to 1024 each";
+  }
+  return nullptr;
+}
+
 }  // namespace rules
 
 // The table of options: it calls visit(name, member, rule) for every field, in the order of
@@ -79,6 +87,7 @@ void for_each_option(const Visit& visit) {
   visit("residual_dtype", &Options::residual_dtype, rules::residual_dtype);
   visit("check_every", &Options::check_every, rules::not_negative);
   visit("allow_discard", &Options::allow_discard, rules::any);
+  visit("matrix_ranks", &Options::matrix_ranks, rules::matrix_ranks);
 }
 
 }  // namespace powersgd

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace powersgd {
 
@@ -20,6 +22,10 @@ enum class Scope : int32_t {
   kAttached,  // attached buckets only
   kNever,     // nothing
 };
+
+// The matrix ranks of the parameters whose names have a pattern, as of a shell; 0: sent whole. Of
+// several patterns that fit, the first counts.
+using PatternRanks = std::vector<std::pair<std::string, int64_t>>;
 
 // The configuration of one process group or of what was attached. The names of the first block are
 // those of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState.
@@ -41,12 +47,18 @@ struct Options {
   DType residual_dtype = DType::kFloat32;
   int64_t check_every = 0;
   bool allow_discard = false;
+  PatternRanks matrix_ranks;
 };
 
 // Throws std::invalid_argument that names the first bad field, its value and what is allowed. Some
 // values are invalid only in combination. No other function validates options; every other layer
 // assumes that they are valid.
 void validate(const Options& options);
+
+// True if the name has the pattern. A pattern that begins with "*." also fits a name without a dot.
+bool fits(const std::string& pattern, const std::string& name);
+// The rank of the first pattern that the name has, if any.
+std::optional<int64_t> rank_of(const std::string& name, const PatternRanks& ranks);
 
 // Python and the environment use these names: "backward", "attached", ... A function that reads an
 // unknown name throws std::invalid_argument.

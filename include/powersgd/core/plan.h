@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "powersgd/core/options.h"
@@ -17,8 +18,9 @@ struct MatrixShape {
 // One tensor of a bucket, in the order in which the bucket's memory holds them.
 struct ParameterShape {
   std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;  // empty: contiguous
-  bool exact = false;            // sent whole, because its dtype is not compressed
+  std::vector<int64_t> strides;                // empty: contiguous
+  bool exact = false;                          // sent whole, because its dtype is not compressed
+  std::optional<int64_t> rank = std::nullopt;  // its own matrix rank; 0: sent whole
 
   int64_t numel() const;
 };
@@ -32,11 +34,11 @@ MatrixShape matrix_shape(const ParameterShape& shape);
 // the tail, which is sent raw.
 MatrixShape near_square_shape(int64_t numel);
 
-// The rank at which a matrix is compressed: min(rank, rows, cols).
-int64_t effective_rank(const MatrixShape& shape, const Options& options);
+// The rank at which a parameter's matrix is compressed: min(rank, rows, cols).
+int64_t effective_rank(const ParameterShape& shape, const Options& options);
 
 // True if compression pays: (rows + cols) * r * min_compression_rate < rows * cols. False if the
-// parameter is exact.
+// parameter is exact or has rank 0.
 bool should_compress(const ParameterShape& shape, const Options& options);
 
 // The elements that a parameter sends in one step.

@@ -10,18 +10,23 @@
 #include <unordered_map>
 #include <vector>
 
+#include "powersgd/core/plan.h"
+
 namespace powersgd {
 
 // Says which tensor is which parameter of a model. A parameter's index is its place in the
 // constructor's list, and its name is what a checkpoint calls it.
 class NamedParameters {
  public:
-  NamedParameters(std::vector<std::string> names, const std::vector<at::Tensor>& parameters);
+  NamedParameters(std::vector<std::string> names, const std::vector<at::Tensor>& parameters,
+                  const PatternRanks& ranks = {});
 
   size_t size() const { return parameters_.size(); }
   const std::vector<std::string>& names() const { return names_; }
   // A complex parameter as pairs of real numbers.
   const at::Tensor& operator[](size_t index) const { return parameters_[index]; }
+  // The shape in memory, with the matrix rank of the pattern that its name has.
+  ParameterShape shape(size_t index) const;
   // The devices of the parameters (several if the model is spread over them), and the first one.
   std::vector<c10::Device> devices() const;
   c10::Device device() const { return parameters_.empty() ? at::kCPU : parameters_[0].device(); }
@@ -39,6 +44,7 @@ class NamedParameters {
   std::vector<std::string> names_;
   std::vector<at::Tensor> parameters_;
   std::vector<std::vector<int64_t>> strides_;  // in the constructor; empty: contiguous
+  std::vector<std::optional<int64_t>> ranks_;
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
 };
 

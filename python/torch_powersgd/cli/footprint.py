@@ -99,7 +99,7 @@ def footprint_of(
     """The costs of a model's buckets. Options of None stand for the plain all-reduce."""
     total = Footprint()
     for shapes in layout:
-        total += _bucket_footprint(shapes, options, dtype, world_size, per_host)
+        total += footprint_of_bucket(shapes, options, dtype, world_size, per_host)
     return total
 
 
@@ -109,30 +109,38 @@ def ring_bytes(size: int, world_size: int) -> int:
 
 
 def matrices_of(
-    shapes: list[Shape], options: Options, dtype: torch.dtype = torch.float32
+    shapes: list[Shape],
+    options: Options,
+    dtype: torch.dtype = torch.float32,
+    ranks: Sequence[int | None] = (),
 ) -> list[tuple[int, int, int]]:
     """The rows, the columns and the rank of each parameter that is compressed."""
     core = to_core(options)
-    found = [(*_C.matrix_shape(s, []), _C.matrix_rank(s, core, dtype)) for s in shapes]
+    found = [
+        (*_C.matrix_shape(shape, []), _C.matrix_rank(shape, core, dtype, rank))
+        for shape, rank in zip(shapes, ranks or [None] * len(shapes), strict=True)
+    ]
     return [matrix for matrix in found if matrix[2]]
 
 
-def _bucket_footprint(
+def footprint_of_bucket(
     shapes: list[Shape],
     options: Options | None,
     dtype: torch.dtype,
     world_size: int,
     per_host: int,
+    ranks: Sequence[int | None] = (),
 ) -> Footprint:
+    """The costs of a bucket, with the matrix ranks that parameters have of their own."""
     gradient_bytes = elements_of(shapes) * dtype.itemsize
-    matrices = matrices_of(shapes, options, dtype) if options is not None else []
+    matrices = matrices_of(shapes, options, dtype, ranks) if options is not None else []
     if options is None or not matrices:
         # A bucket without a compressed matrix is sent whole, in its own dtype.
         return Footprint(gradient_bytes, gradient_bytes, ring_bytes(gradient_bytes, world_size))
     core = to_core(options)
     device = "cuda" if _C.has_kernels("cuda") else "cpu"
-    memory = _C.memory_needs(shapes, core, dtype, device, world_size, per_host)
-    reduced = _C.traffic_of(shapes, core, dtype, device, world_size, per_host)
+    memory = _C.memory_needs(shapes, core, dtype, device, world_size, per_host, ranks)
+    reduced = _C.traffic_of(shapes, core, dtype, device, world_size, per_host, ranks)
     return Footprint(
         gradient_bytes,
         sum(payload.payload_bytes for payload in reduced),

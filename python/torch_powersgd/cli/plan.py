@@ -22,12 +22,12 @@ from torch_powersgd.cli.arguments import (
     count,
     make_model,
 )
-from torch_powersgd.cli.footprint import Footprint, assign_buckets, footprint_of, ring_bytes
+from torch_powersgd.cli.footprint import Footprint, assign_buckets, footprint_of_bucket, ring_bytes
 from torch_powersgd.cli.tables import GAP, Table, say, terminal_width
 from torch_powersgd.cli.verdict import RECOMMENDED
 from torch_powersgd.matrices import as_reals, compressible
-from torch_powersgd.option_values import dtype_name
-from torch_powersgd.options import Options, to_core
+from torch_powersgd.option_values import dtype_name, parse
+from torch_powersgd.options import Options, check_matrix_ranks, rank_text, to_core
 from torch_powersgd.stats import ratio
 from torch_powersgd.units import size_text
 
@@ -51,6 +51,10 @@ def add(commands: Any) -> None:
         help="matrix rank of the factors (%(default)s)",
     )  # fmt: skip
     plan.add_argument(
+        "--matrix-ranks", metavar="NAME=RANK,...",
+        help="matrix ranks of single parameters, by names or patterns such as '*.mlp.*'",
+    )  # fmt: skip
+    plan.add_argument(
         "--wire-dtype", choices=WIRES, default=RECOMMENDED_WIRE, metavar="DTYPE",
         help=f"wire dtype of the factors: {', '.join(WIRES)} (%(default)s); none sends float32",
     )  # fmt: skip
@@ -71,10 +75,12 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    own = arguments.matrix_ranks
     options = Options(
         matrix_approximation_rank=arguments.rank,
         min_compression_rate=arguments.min_compression_rate,
         wire_dtype=WIRES[arguments.wire_dtype],
+        matrix_ranks=parse("--matrix-ranks", "Mapping", own) if own else (),
     )
     top, hosts = None if arguments.all else arguments.top, (arguments.hosts, arguments.per_host)
     print_plan(make_model(arguments.model), options, top, hosts)
@@ -107,7 +113,11 @@ def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
     core = to_core(options)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     reals = [as_reals(p) for _, p in named]
-    ranks = [_C.matrix_rank(list(p.shape), core, p.dtype) for p in reals]
+    own = [_C.rank_of(name, core) for name, _ in named]
+    ranks = [
+        _C.matrix_rank(list(p.shape), core, p.dtype, rank)
+        for p, rank in zip(reals, own, strict=True)
+    ]
     rows: dict[int, Row] = {}
     for bucket in assign_buckets(reals):
         compressed = any(ranks[i] for i in bucket)
@@ -115,7 +125,9 @@ def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
             p = reals[i]
             # A bucket without a compressed matrix is sent whole, in its own dtype.
             size = p.numel() * p.dtype.itemsize
-            sent = _C.content_bytes([list(p.shape)], core, p.dtype) if compressed else size
+            sent = size
+            if compressed:
+                sent = _C.content_bytes([list(p.shape)], core, p.dtype, [own[i]])
             name, parameter = named[i]
             rows[i] = Row(name, 1, tuple(parameter.shape), ranks[i], size, sent)
     return [rows[i] for i in range(len(named))]
@@ -141,12 +153,14 @@ def grouped(rows: Iterable[Row]) -> list[Row]:
 
 def footprint_of_model(model: torch.nn.Module, options: Options, hosts: Hosts) -> Footprint:
     """The costs of a step, with the buckets that DDP makes of the model."""
-    parameters = [as_reals(p) for p in model.parameters() if p.requires_grad]
+    trained = {name: as_reals(p) for name, p in model.named_parameters() if p.requires_grad}
+    names, parameters = [*trained], [*trained.values()]
     total = Footprint()
     for bucket in assign_buckets(parameters):
         shapes = [list(parameters[i].shape) for i in bucket]
+        ranks = [_C.rank_of(names[i], to_core(options)) for i in bucket]
         dtype = parameters[bucket[0]].dtype
-        total += footprint_of([shapes], options, dtype, math.prod(hosts), hosts[1])
+        total += footprint_of_bucket(shapes, options, dtype, math.prod(hosts), hosts[1], ranks)
     return total
 
 
@@ -187,6 +201,7 @@ def print_plan(
     rows = rows_of(model, options)
     if not rows:
         raise ValueError("the model has no parameter that requires a gradient")
+    check_matrix_ranks(options, [row.name for row in rows])
     footprint = footprint_of_model(model, options, hosts)
     for sentence in summary(model, len(rows), footprint, options, hosts):
         say(sentence)
@@ -212,7 +227,7 @@ def summary(
 ) -> list[str]:
     """The totals, in sentences."""
     wire = dtype_name(options.wire_dtype or torch.float32)
-    setting = f"matrix rank {options.matrix_approximation_rank} with factors in {wire}"
+    setting = f"{rank_text(options)} with factors in {wire}"
     frozen = sum(1 for p in model.parameters() if not p.requires_grad)
     trained = [p for p in model.parameters() if p.requires_grad]
     highest, *exact = compressible(trained, options)

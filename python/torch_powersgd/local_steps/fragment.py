@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ class Fragment:
         parameters: Trainable parameters by name, the same values on all processes.
         options: Options of the compression, as in ``attach``.
         group: Group to average over.
+        family: Names of the parameters of all fragments.
     """
 
     def __init__(
@@ -61,10 +62,11 @@ class Fragment:
         parameters: Tensors,
         options: Options | Mapping[str, Any] | None,
         group: dist.ProcessGroup,
+        family: Collection[str],
     ) -> None:
         self.parameters = parameters
         self.anchors = {name: at_least_float32(p).clone() for name, p in parameters.items()}
-        self.compression = compress(TensorsByName(self.anchors), options, group)
+        self.compression = compress(TensorsByName(self.anchors, family), options, group)
         self.attachment = self.compression.attachment
         self._round: _Round | None = None
 

@@ -57,7 +57,9 @@ class Rounds:
         move: Callable[[Fragment, Tensors], None],
     ) -> None:
         self.kind, self.group, self.schedule = kind, found.group, schedule
-        self.fragments = [Fragment(part, options, found.group) for part in found.parts]
+        self.fragments = [
+            Fragment(part, options, found.group, found.trained.keys()) for part in found.parts
+        ]
         self.buffers = Buffers(found.model, found.buffers, found.group)
         self.steps = self.rounds = self.taken = self.dropped = 0
         self.moved = False

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class Target(ABC):
     def gradients(self) -> dict[str, torch.Tensor]:
         """Returns tensors with the shapes, dtypes and devices that are all-reduced."""
         return self.parameters()
+
+    def family(self) -> Collection[str]:
+        """Returns the names of all parameters that share the options, if others do as well."""
+        return self.gradients().keys()
 
     def place(self) -> dict[str, Any]:
         """Returns the part of the gradients that this process holds, in JSON types."""

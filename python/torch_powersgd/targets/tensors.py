@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,20 @@ from torch_powersgd.targets.target import Target, largest_mesh, shard_in, shard_
 
 
 class TensorsByName(Target):
-    """Tensors by name, which ``Compression.all_reduce`` averages."""
+    """Tensors by name, which ``Compression.all_reduce`` averages.
+
+    Args:
+        tensors: The tensors.
+        family: Names of all tensors that share the options. None: of these.
+    """
 
     nothing = "attach needs at least one tensor, got an empty dict"
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], family: Collection[str] | None = None
+    ) -> None:
         self.tensors = tensors
+        self._family = tensors.keys() if family is None else family
 
     def group(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return group_or_default(given)
@@ -40,6 +48,9 @@ class TensorsByName(Target):
             name: shard.new_empty(()).expand(shard.shape).requires_grad_()
             for name, shard in shards.items()
         }
+
+    def family(self) -> Collection[str]:
+        return self._family
 
     def shard(self, group: dist.ProcessGroup) -> str:
         return shard_in(largest_mesh(self.tensors.values()), group)

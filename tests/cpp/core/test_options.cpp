@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -34,6 +35,26 @@ TEST(Options, RankIsFrom1To1024) {
   EXPECT_EQ(error_with(&Options::matrix_approximation_rank, 1025),
             "matrix_approximation_rank must be an integer <= 1024, got 1025");
   EXPECT_EQ(error_with(&Options::matrix_approximation_rank, 1024), "no error");
+}
+
+TEST(Options, MatrixRanksAreFrom0To1024) {
+  EXPECT_EQ(error_with(&Options::matrix_ranks, PatternRanks{{"a", 0}, {"*.b", 1024}}), "no error");
+  EXPECT_EQ(error_with(&Options::matrix_ranks, PatternRanks{{"a", 1}, {"*.b", 1025}}),
+            "matrix_ranks must be names or patterns with an integer from 0 to 1024 each, got "
+            "{'a': 1, '*.b': 1025}");
+  EXPECT_NE(error_with(&Options::matrix_ranks, PatternRanks{{"a", -1}}), "no error");
+  EXPECT_NE(error_with(&Options::matrix_ranks, PatternRanks{{"", 1}}), "no error");
+}
+
+TEST(Options, TheFirstPatternThatFitsANameCounts) {
+  const PatternRanks ranks{{"blocks.1.*", 3}, {"*.mlp.weight", 4}, {"*.head", 0}, {"b[12]", 5}};
+  EXPECT_EQ(rank_of("blocks.1.mlp.weight", ranks), 3);
+  EXPECT_EQ(rank_of("blocks.10.mlp.weight", ranks), 4);
+  EXPECT_EQ(rank_of("mlp.weight", ranks), 4);  // at the top of the model
+  EXPECT_EQ(rank_of("head", ranks), 0);
+  EXPECT_EQ(rank_of("ahead", ranks), std::nullopt);
+  EXPECT_EQ(rank_of("b2", ranks), 5);
+  EXPECT_EQ(rank_of("b3", ranks), std::nullopt);
 }
 
 TEST(Options, StartIsNotNegative) {

@@ -77,10 +77,24 @@ TEST(NearSquareShape, LeavesATailOfLessThanARow) {
 }
 
 TEST(EffectiveRank, IsAtMostTheSmallerSide) {
-  EXPECT_EQ(effective_rank({10, 20}, with_rank(4)), 4);
-  EXPECT_EQ(effective_rank({3, 20}, with_rank(4)), 3);
-  EXPECT_EQ(effective_rank({20, 1}, with_rank(4)), 1);
-  EXPECT_EQ(effective_rank({0, 20}, with_rank(4)), 0);
+  const auto rank_of = [](std::vector<int64_t> sizes) {
+    return effective_rank({std::move(sizes), {}}, with_rank(4));
+  };
+  EXPECT_EQ(rank_of({10, 20}), 4);
+  EXPECT_EQ(rank_of({3, 20}), 3);
+  EXPECT_EQ(rank_of({20, 1}), 1);
+  EXPECT_EQ(rank_of({0, 20}), 0);
+}
+
+TEST(EffectiveRank, IsTheParametersOwnIfItHasOne) {
+  const auto sent = [](int64_t rank) {
+    return sent_numel({{100, 80}, {}, false, rank}, with_rank(4));
+  };
+  EXPECT_EQ(sent(7).rank, 7);
+  EXPECT_EQ(sent(1).total, 100 + 80 + 1);
+  EXPECT_EQ(sent(22).rank, 22);
+  EXPECT_EQ(sent(23).rank, 0);  // 180 * 23 * 2 is more than 8000
+  EXPECT_EQ(sent(0).total, 100 * 80);
 }
 
 TEST(ShouldCompress, OnlyWhatPays) {

@@ -194,6 +194,12 @@ def test_what_compresses_nothing(plan: Plan) -> None:
     assert "no weight that any matrix rank compresses" in printed
 
 
+def test_matrix_ranks_of_single_parameters(plan: Plan) -> None:
+    rows = _rows(plan(MODEL, "--rank", "4", "--matrix-ranks", "0.weight=0,*.weight=2"))
+    assert rows["0.weight"][1] == "raw"
+    assert rows["2.weight"][1] == "2"
+
+
 def test_the_least_compression_rate(plan: Plan) -> None:
     rows = _rows(plan(MODEL, "--rank", "4", "--min-compression-rate", "10"))
     assert rows["0.weight"][1] == "raw"
@@ -245,6 +251,8 @@ def test_a_long_name_goes_on_below(width: int) -> None:
         ([MODEL, "--top", "3", "--all"], "not allowed with"),
         ([MODEL, "--rank", "0"], "matrix_approximation_rank.*got 0"),
         ([MODEL, "--rank", "four"], "four"),
+        ([MODEL, "--matrix-ranks", "weight"], "--matrix-ranks must be of the form.*'weight'"),
+        ([MODEL, "--matrix-ranks", "9.bias=0"], "matrix_ranks: no trainable.*'9.bias'.*2.weight"),
         ([MODEL, "--min-compression-rate", "nan"], "min_compression_rate"),
         ([], "MODULE:FACTORY"),
     ],

@@ -33,7 +33,8 @@ def _changed(name: str) -> Any:
         return not default
     if isinstance(default, (int, float)):
         return default + (0.25 if FIELDS[name].type == "float" else 1)
-    return {"scope": "never", "inner": "gloo"}.get(name, torch.bfloat16)
+    texts = {"scope": "never", "inner": "gloo", "matrix_ranks": (("*.weight", 0),)}
+    return texts.get(name, torch.bfloat16)
 
 
 def test_the_struct_has_the_fields() -> None:

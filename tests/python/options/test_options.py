@@ -41,6 +41,11 @@ VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.float16, "int8", 3]),
     "check_every": (50, "50", [-1]),
     "allow_discard": (True, "1", ["on demand", 3]),
+    "matrix_ranks": (
+        (("*.weight", 0), ("mlp.*", 32)),
+        "*.weight=0, mlp.*=32",
+        [3, "mlp.*", {"a": -1}, {"a": 1025}, {"a": 1.5}, {3: 1}, {"": 1}, ("a", 1)],
+    ),
 }
 # The fields in which the defaults of torch's hook differ from ours.
 HOOKS: dict[str, Any] = {
@@ -110,6 +115,15 @@ def test_a_wire_dtype_has_one_form(given: Any, held: Any) -> None:
     assert tp.Options(**json.loads(json.dumps(to_plain(ours)))) == ours
 
 
+def test_matrix_ranks_keep_their_order() -> None:
+    """Because the first pattern that fits counts. JSON and the core give them back as lists."""
+    given = {"mlp.*": 32, "*.weight": 0}
+    ours = tp.Options(matrix_ranks=given)
+    assert ours.matrix_ranks == tuple(given.items())
+    assert ours != tp.Options(matrix_ranks=dict(reversed(given.items())))
+    assert tp.Options(**json.loads(json.dumps(to_plain(ours)))) == ours
+
+
 def test_options_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         tp.Options().scope = "never"  # type: ignore[misc]
@@ -155,6 +169,9 @@ def test_environment_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         ("min_numel", "1e6"),
         ("wire_dtype", "float64"),
         ("residual_dtype", "none"),
+        ("matrix_ranks", "mlp.*"),
+        ("matrix_ranks", "mlp.*=-1"),
+        ("matrix_ranks", "mlp.*=32,"),
     ],
 )
 def test_bad_environment_variable(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
@@ -212,10 +212,14 @@ class AttachedFragment(Attached):
     """A fragment of torchft's DiLoCo, which averages its changes parameter by parameter.
 
     They are sent together once the manager has passed in the last one.
+
+    Args:
+        family: Names of the parameters of all fragments.
+        fragment: The fragment.
     """
 
-    def __init__(self, fragment: Any, *others: Any) -> None:
-        self.fragment = ref(fragment)
+    def __init__(self, family: Collection[str], fragment: Any, *others: Any) -> None:
+        self.fragment, self.family = ref(fragment), family
         self.names = [name for name, _ in fragment._model_fragment.named_parameters()]
         super().__init__(self._target(fragment), *others)
         self.round = Sum(self.groups._leave)
@@ -227,7 +231,8 @@ class AttachedFragment(Attached):
 
     def _target(self, fragment: Any) -> Target:
         parameters = fragment._model_fragment.named_parameters()
-        return TensorsByName({name: shard_of(parameter.detach()) for name, parameter in parameters})
+        shards = {name: shard_of(parameter.detach()) for name, parameter in parameters}
+        return TensorsByName(shards, self.family)
 
     def sum(self, tensor: torch.Tensor) -> dist.Work | None:
         fragment = self.fragment()

@@ -8,6 +8,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,7 +126,10 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
                 "attach_diloco takes a DiLoCo without use_bucketization and should_quantize, "
                 "because it packs and compresses the changes itself"
             )
-        return [self._attach(AttachedFragment, part, manager) for part in diloco._fragments]
+        parts = diloco._fragments
+        family = {name for part in parts for name, _ in part._model_fragment.named_parameters()}
+        kind = partial(AttachedFragment, family)
+        return [self._attach(kind, part, manager) for part in parts]
 
     def _attach(self, kind: Callable[..., Attached], *given: Any) -> Compression:
         if self._pg is not None:
