@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -168,7 +169,14 @@ class Shadow:
         errors = ", ".join(
             f"{error:.3f} at matrix rank {rank}" for rank, error in self._errors.items()
         )
-        return f"error of the compressed gradients over {self.steps} steps: {errors}"
+        found = f"error of the compressed gradients over {self.steps} steps: {errors}"
+        by_rank = [error for _, error in sorted(self._errors.items())]
+        if all(lower >= higher for lower, higher in itertools.pairwise(by_rank)):
+            return found
+        return (
+            f"{found}. They don't fall with the matrix rank, so they don't say which loss is "
+            "lower: measure later in training, or compare the losses of short runs"
+        )
 
     def _hook(self) -> Hook:
         def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -19,6 +19,7 @@ from support.models import Spectral
 from support.synthetic import COMPRESSED, SHAPES, gradient, gradients, mean_gradients
 from support.tensors import Tensors, same
 from torch_powersgd.cli.plan import rows_of
+from torch_powersgd.shadow_mode import Shadow
 
 STEPS = 5
 Errors = dict[str, float]
@@ -193,3 +194,12 @@ def _alone(rank: int) -> None:
 
 def test_one_rank_has_nothing_to_compare() -> None:
     ranks.run(1, _alone, backend="gloo")
+
+
+def test_errors_that_do_not_fall_with_the_rank_say_that_they_rank_nothing() -> None:
+    """As those of a small GPT early in training, whose losses fell with the rank."""
+    shadow = object.__new__(Shadow)
+    shadow.step = shadow.steps = 50
+    for errors, in_order in (([1.07, 0.6, 0.0, 0.0], True), ([1.07, 1.19, 1.14, 0.6], False)):
+        shadow._errors = dict(zip((1, 4, 16, 64), errors, strict=True))
+        assert ("don't say which loss is lower" not in str(shadow)) is in_order
