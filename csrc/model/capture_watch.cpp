@@ -72,7 +72,7 @@ void CaptureWatch::count(const Sample& sample) {
   }
 }
 
-std::string low_capture_warning(const std::vector<std::string>& names, const Options& options) {
+std::string low_capture_warning(const std::vector<std::string>& names) {
   constexpr size_t kShown = 3;
   std::string shown;
   for (size_t i = 0; i < std::min(names.size(), kShown); ++i) {
@@ -82,8 +82,7 @@ std::string low_capture_warning(const std::vector<std::string>& names, const Opt
   return c10::str(shown, ": each of the last ", CaptureWatch::kInterval * CaptureWatch::kSamples,
                   " steps sent less than ", CaptureWatch::kLeastCaptured,
                   " of the gradient plus residual (squared norms), so gradients arrive late. A "
-                  "matrix_approximation_rank above ",
-                  options.matrix_approximation_rank, " sends more");
+                  "higher matrix_approximation_rank sends more, or higher matrix_ranks of these");
 }
 
 }  // namespace powersgd

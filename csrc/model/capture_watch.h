@@ -48,6 +48,6 @@ class CaptureWatch {
 };
 
 // Returns the warning about the parameters that have been low for too long.
-std::string low_capture_warning(const std::vector<std::string>& names, const Options& options);
+std::string low_capture_warning(const std::vector<std::string>& names);
 
 }  // namespace powersgd

@@ -200,7 +200,7 @@ void ModelStates::watch_captured(bool compressed) {
         names.push_back(parameters_.names()[i]);
       }
     }
-    session_->log(LogLevel::kWarning, low_capture_warning(names, options_));
+    session_->log(LogLevel::kWarning, low_capture_warning(names));
     capture_watch_ = nullptr;
   } else if (compressed && step_ % CaptureWatch::kInterval == 0) {
     for (const c10::Device device : parameters_.devices()) {

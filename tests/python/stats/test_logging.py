@@ -116,8 +116,8 @@ def test_one_warning_names_the_layer_of_which_little_is_sent_and_the_remedy() ->
     assert second == [], "the first rank alone warns"
     assert first == [
         "'weights.noise': each of the last 100 steps sent less than 0.02 of the gradient plus "
-        "residual (squared norms), so gradients arrive late. A matrix_approximation_rank above 1 "
-        "sends more"
+        "residual (squared norms), so gradients arrive late. A higher matrix_approximation_rank "
+        "sends more, or higher matrix_ranks of these"
     ]
 
 
