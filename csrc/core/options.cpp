@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "powersgd/core/options.h"
 
-#include <fnmatch.h>
-
 #include <array>
 #include <optional>
 #include <sstream>
@@ -70,6 +68,17 @@ std::string shown(const PatternRanks& value) {
   return "{" + text + "}";
 }
 
+bool matches(const char* pattern, const char* text) {
+  for (; *pattern != '*'; ++pattern, ++text) {
+    if (*pattern != *text) return false;
+    if (*pattern == '\0') return true;
+  }
+  for (;; ++text) {
+    if (matches(pattern + 1, text)) return true;
+    if (*text == '\0') return false;
+  }
+}
+
 }  // namespace
 
 void validate(const Options& options) {
@@ -81,8 +90,7 @@ void validate(const Options& options) {
 }
 
 bool fits(const std::string& pattern, const std::string& name) {
-  return fnmatch(pattern.c_str(), name.c_str(), 0) == 0 ||
-         fnmatch(pattern.c_str(), ("." + name).c_str(), 0) == 0;
+  return matches(pattern.c_str(), name.c_str()) || matches(pattern.c_str(), ("." + name).c_str());
 }
 
 std::optional<int64_t> rank_of(const std::string& name, const PatternRanks& ranks) {

@@ -67,7 +67,7 @@ class Options:
             0's factors, and ``Compression.stats()["differences"]`` counts it. 0: never check.
         allow_discard: Whether ``Compression.discard_step`` may be called. Each step then keeps a
             copy of its residuals and factors, which doubles their memory.
-        matrix_ranks: Matrix ranks of single parameters, by name or by a pattern as of a shell:
+        matrix_ranks: Matrix ranks of single parameters, by name or by a pattern with stars:
             ``{"*.embedding.weight": 0, "blocks.*.mlp.*": 32}``. 0: averaged exactly. Of several
             that fit a name, the first counts. ``min_compression_rate`` applies to them as well.
 

@@ -23,8 +23,8 @@ enum class Scope : int32_t {
   kNever,     // nothing
 };
 
-// The matrix ranks of the parameters whose names have a pattern, as of a shell; 0: sent whole. Of
-// several patterns that fit, the first counts.
+// The matrix ranks of the parameters whose names have a pattern, in which a star stands for any
+// characters; 0: sent whole. Of several patterns that fit, the first counts.
 using PatternRanks = std::vector<std::pair<std::string, int64_t>>;
 
 // The configuration of one process group or of what was attached. The names of the first block are

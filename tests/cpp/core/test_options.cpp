@@ -47,14 +47,16 @@ TEST(Options, MatrixRanksAreFrom0To1024) {
 }
 
 TEST(Options, TheFirstPatternThatFitsANameCounts) {
-  const PatternRanks ranks{{"blocks.1.*", 3}, {"*.mlp.weight", 4}, {"*.head", 0}, {"b[12]", 5}};
+  const PatternRanks ranks{{"blocks.1.*", 3}, {"*.mlp.weight", 4}, {"*.head", 0}, {"b*2*", 5}};
   EXPECT_EQ(rank_of("blocks.1.mlp.weight", ranks), 3);
   EXPECT_EQ(rank_of("blocks.10.mlp.weight", ranks), 4);
   EXPECT_EQ(rank_of("mlp.weight", ranks), 4);  // at the top of the model
   EXPECT_EQ(rank_of("head", ranks), 0);
   EXPECT_EQ(rank_of("ahead", ranks), std::nullopt);
   EXPECT_EQ(rank_of("b2", ranks), 5);
-  EXPECT_EQ(rank_of("b3", ranks), std::nullopt);
+  EXPECT_EQ(rank_of("b12.2.c", ranks), 5);
+  EXPECT_EQ(rank_of("b1", ranks), std::nullopt);
+  EXPECT_EQ(rank_of("ab2", ranks), std::nullopt);
 }
 
 TEST(Options, StartIsNotNegative) {
