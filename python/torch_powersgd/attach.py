@@ -175,7 +175,7 @@ def _announce(compression: Compression, target: Target) -> None:
     those = f"; those in {exact} are averaged exactly" if exact else ""
     say.notice(
         f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
-        f"elements) are compressed at {rank_text(options)}{those}; {sender} sends "
+        f"elements) are compressed at matrix rank {rank_text(options)}{those}; {sender} sends "
         f"{size_text(outline.bytes_after)} instead of {size_text(outline.bytes_before)}, from "
         f"step {options.start_powerSGD_iter} on{on_one_host}"
     )

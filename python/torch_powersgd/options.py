@@ -160,9 +160,9 @@ def check_matrix_ranks(options: Options, names: Collection[str]) -> None:
 
 
 def rank_text(options: Options) -> str:
-    """Returns the matrix ranks, as "matrix rank 16"."""
+    """Returns the matrix rank, and those of single parameters: "16 (0 for *.head)"."""
     others = ", ".join(f"{rank} for {pattern}" for pattern, rank in _own_ranks(options))
-    return f"matrix rank {options.matrix_approximation_rank}" + (f" ({others})" if others else "")
+    return f"{options.matrix_approximation_rank}" + (f" ({others})" if others else "")
 
 
 def _own_ranks(options: Options) -> tuple[tuple[str, int], ...]:

@@ -78,7 +78,7 @@ def summary(reducer: _C.BucketReducer, group: dist.ProcessGroup, options: Option
     processes = "1 process" if group.size() == 1 else f"{group.size()} processes"
     lines = [
         f"Compression over {processes}: {outline.compressed_parameters} of "
-        f"{outline.parameters} parameters at {rank_text(options)} in "
+        f"{outline.parameters} parameters at matrix rank {rank_text(options)} in "
         f"{wire}, from step {options.start_powerSGD_iter} on"
     ]
     if counts["steps"] == 0:

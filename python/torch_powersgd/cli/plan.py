@@ -227,7 +227,7 @@ def summary(
 ) -> list[str]:
     """The totals, in sentences."""
     wire = dtype_name(options.wire_dtype or torch.float32)
-    setting = f"{rank_text(options)} with factors in {wire}"
+    setting = f"matrix rank {rank_text(options)} with factors in {wire}"
     frozen = sum(1 for p in model.parameters() if not p.requires_grad)
     trained = [p for p in model.parameters() if p.requires_grad]
     highest, *exact = compressible(trained, options)
