@@ -123,15 +123,15 @@ def typed(name: str, type_name: str, value: Any) -> Any:
 
 
 def _pairs(name: str, value: Any) -> tuple[tuple[str, int], ...]:
-    """Returns the items of a mapping from names to integers, in their order."""
+    """Returns the items of a mapping from names to integers, or the items themselves."""
+    error = must_be(name, "a mapping from names or patterns to integers", value)
+    if not isinstance(value, Mapping | list | tuple):
+        raise error
     items = value.items() if isinstance(value, Mapping) else value
     try:
         return tuple((typed(name, "str", key), typed(name, "int", of)) for key, of in items)
-    except (
-        TypeError,
-        ValueError,
-    ):  # no items, no pairs, or of other types
-        raise must_be(name, "a mapping from names or patterns to integers", value) from None
+    except (TypeError, ValueError):  # an item is no pair, or not of a string and an integer
+        raise error from None
 
 
 def positive(name: str, value: Any) -> float:

@@ -104,6 +104,8 @@ def check_field(name: str, value: Any) -> None:
         if FIELDS[name] in ("int", "float"):
             assert math.isfinite(held)
             assert held == float(value)
+        elif FIELDS[name].startswith("Mapping"):
+            assert held == tuple(dict(value).items())
         else:
             assert str(held).removeprefix("torch.") == str(value).removeprefix("torch.")
         return
