@@ -20,6 +20,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import torch_powersgd as tp
+from cluster.top_k import TopK
 from cluster.trainees import EXACT_STEPS, Method, Parallel, Trainee
 
 # Arguments of LocalSGD, and of the outer SGD that makes it DiLoCo.
@@ -48,7 +49,7 @@ class Local(Trainee):
         return optimizer
 
     def end(self) -> None:
-        self._steps.sync()
+        self._steps.sync(exact=True)
 
 
 def _outer(parameters: Iterable[nn.Parameter], lr: float, momentum: float) -> torch.optim.SGD:
@@ -182,9 +183,20 @@ def _torchft(title: str, **settings: Any) -> Method:
     )
 
 
+def _top_k(title: str, **settings: Any) -> Method:
+    return Method(
+        title,
+        lambda model, kept, seed: TopK(model, kept, **settings),
+        every=settings.get("sync_every", 10),
+        settings=("sync_every", "share", "over_all"),
+        vary=_top_k,
+    )
+
+
 METHODS = {
     "local-sgd": _local("ours, LocalSGD"),
     "diloco": _local("ours, DiLoCo", lr=0.8, momentum=0.3, fragments=5),
+    "top-k": _top_k("SparseLoCo's codec, of 4096"),
     "torchft": _torchft("torchft's DiLoCo, exact", lr=0.7, momentum=0.9),  # DiLoCo's
     "post-local-sgd": Method(
         "torch's PostLocalSGDOptimizer",

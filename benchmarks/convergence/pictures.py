@@ -26,6 +26,7 @@ STYLES = {
 LOCAL_STYLES = {
     "local-sgd": ("#0072b2", "^", "none"),
     "diloco": ("#009e73", "^", "none"),
+    "top-k": ("#e69f00", "v", "none"),
     "post-local-sgd": ("#999999", "P", "none"),
     "torchft": ("#cc79a7", "X", "none"),
 }

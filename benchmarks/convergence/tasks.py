@@ -153,13 +153,14 @@ STAGES = {
         [*MODELS],
         "plain int8-wire:1,16 local-sgd:16 local-sgd+fragments=5:16 diloco:16 "
         "diloco+fragment_sync_delay=5:16 diloco+wire_dtype=int4:32 diloco+sync_every=30:16,32 "
-        "diloco+sync_every=100:32 post-local-sgd:10 torchft+lr=0.8+momentum=0.3:10 torchft:30 "
+        "diloco+sync_every=100:32 top-k:128 top-k+share=0.5:128 post-local-sgd:10 "
+        "torchft+lr=0.8+momentum=0.3:10 torchft:30 "
         "torchft+lr=0.8+momentum=0.3+matrix_approximation_rank=32+wire_dtype=int4:10",
     ),
     "local-long": Stage(
         ["language-long"],
         "plain int8-wire:16 diloco+wire_dtype=int4:32 diloco+sync_every=30:32 "
-        "diloco+sync_every=100:32 torchft+lr=0.8+momentum=0.3:10",
+        "diloco+sync_every=100:32 top-k:128 top-k+share=0.5:128 torchft+lr=0.8+momentum=0.3:10",
     ),
 }
 USUAL = ("front", "curve", "large", "variants")  # those of convergence.json

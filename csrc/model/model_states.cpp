@@ -8,6 +8,7 @@
 #include <numeric>
 #include <utility>
 
+#include "compressor/streams.h"
 #include "group/replicas.h"
 #include "model/capture_watch.h"
 #include "model/parameter_layout.h"
@@ -173,6 +174,61 @@ void ModelStates::discard_step() {
       if (!captured_) state->last_step.reset();
     }
   });
+}
+
+void ModelStates::add_residuals(const std::vector<at::Tensor>& tensors, double factor) const {
+  check_held();
+  TORCH_INTERNAL_ASSERT(tensors.size() == states_.size());
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> sums, memories;
+  for (size_t i = 0; i < states_.size(); ++i) {
+    const at::Tensor& memory = states_[i]->memory;
+    if (!memory.defined()) continue;
+    const at::Tensor& tensor = tensors[i];
+    const bool in_place = tensor.is_contiguous() && tensor.scalar_type() == at::kFloat;
+    sums.push_back(in_place ? tensor.view(memory.sizes())
+                            : at::zeros(memory.sizes(), memory.options().dtype(at::kFloat)));
+    memories.push_back(memory);
+  }
+  if (sums.empty()) return;
+  at::_foreach_add_(sums, memories, factor);
+  for (size_t i = 0, k = 0; i < states_.size(); ++i) {
+    const ParameterState& state = *states_[i];
+    if (!state.memory.defined()) continue;
+    for (const at::Tensor* read : {&state.memory, &state.p_hat, &state.q_local}) {
+      use_on_current_stream(*read);
+    }
+    at::Tensor& sum = sums[k++];
+    sum.addmm_(state.p_hat, state.q_local, 1, -factor);
+    if (!sum.is_alias_of(tensors[i])) tensors[i].add_(sum.view(tensors[i].sizes()));
+  }
+}
+
+void ModelStates::take_residuals(double share, const std::vector<size_t>& parameters) {
+  check_held();
+  std::vector<at::Tensor> taken(states_.size());
+  if (share < 1) {
+    for (size_t i = 0; i < states_.size(); ++i) {
+      const at::Tensor& memory = states_[i]->memory;
+      if (memory.defined()) taken[i] = at::zeros_like(memory, at::kFloat);
+    }
+    add_residuals(taken, share);
+  }
+  for (const c10::Device device : parameters_.devices()) {
+    session_->run_after_steps(device, [&] {
+      for (const size_t i : parameters) {
+        ParameterState& state = *states_[i];
+        if (!state.memory.defined() || parameters_[i].device() != device) continue;
+        state.last_step.reset();
+        if (!taken[i].defined()) {
+          state.drop_residual();
+          continue;
+        }
+        use_on_current_stream(taken[i]);
+        state.set_residual(state.residual().sub_(taken[i]));
+      }
+    });
+  }
 }
 
 void ModelStates::agree_with(int source, int64_t step) {

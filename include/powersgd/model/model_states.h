@@ -103,6 +103,14 @@ class ModelStates {
   // Restores the state that each parameter had before the last step. Throws without allow_discard.
   void discard_step();
 
+  // Adds `factor` times this rank's residual of each parameter to a tensor like the parameter, in
+  // the units of the parameter's last step. The caller has waited for all steps of the parameters.
+  // Waits for no others, nor for the device. The bits are the same until the next step.
+  void add_residuals(const std::vector<at::Tensor>& tensors, double factor) const;
+  // Subtracts a share of the residuals, which add_residuals() has delivered, of the parameters with
+  // these indices.
+  void take_residuals(double share, const std::vector<size_t>& parameters);
+
   // Takes over Q and the step number of rank `source`, which is at `step`. Collective.
   // step_skipped() and discard_step() still refer to this rank's own last step.
   void agree_with(int source, int64_t step);

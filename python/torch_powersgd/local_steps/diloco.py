@@ -20,9 +20,9 @@ from torch_powersgd.options import Options
 class DiLoCo(LocalSGD):
     """Local steps whose mean changes are the gradients of an outer optimizer, compressed.
 
-    It works like ``LocalSGD`` except in a round. There, the mean of anchor - parameter becomes the
-    gradient with which ``outer_optimizer`` moves the anchor, which is the parameter as of the last
-    round. DiLoCo (Douillard et al., arXiv:2311.08105) uses SGD with a learning rate of 0.7 and
+    It works like ``LocalSGD`` except in a round. There, the mean change becomes the gradient with
+    which ``outer_optimizer`` moves the anchor: the parameter as of the last round, the same on all
+    processes. DiLoCo (Douillard et al., arXiv:2311.08105) uses SGD with a learning rate of 0.7 and
     Nesterov momentum of 0.9. With few processes, less momentum learns better.
 
         outer = torch.optim.SGD(model.parameters(), lr=0.8, momentum=0.3, nesterov=True)

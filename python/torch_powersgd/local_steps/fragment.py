@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from torch_powersgd._core import _C
 from torch_powersgd.attach import compress
 from torch_powersgd.matrices import as_reals
 from torch_powersgd.options import Options
@@ -20,7 +21,7 @@ from torch_powersgd.targets import TensorsByName, shard_of
 Tensors = dict[str, torch.Tensor]
 List = list[torch.Tensor]
 
-_LARGE = 1 << 20  # numbers, whose difference takes longer to compute than to launch
+KEPT = 0.25  # share of its residual that a process's parameters keep
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class _Round:
 
     Attributes:
         work: Work that replaces the changes with their means.
+        compressed: Whether they are compressed.
         changes: Changes, in the order of the parameters.
         buffers: Memory of the changes.
         begun_at: Parameters when their changes were sent, if local steps overlap.
@@ -36,6 +38,7 @@ class _Round:
     """
 
     work: dist.Work
+    compressed: bool
     changes: List
     buffers: List
     begun_at: List
@@ -45,16 +48,24 @@ class _Round:
 class Fragment:
     """Parameters that are averaged together.
 
-    Their *anchor* is the value that they had on all processes after the last round. What is
-    averaged is how far the local steps have moved them from it: anchor - parameter, which DiLoCo
-    calls the pseudo-gradient. The anchor of a parameter narrower than float32 is in float32, so
-    that small averages add up.
+    Their *anchor* is the sum of all that the rounds have averaged, the same on all processes. Local
+    steps start near it, and what is averaged is how far they have moved the parameters:
+    start - parameter, which DiLoCo calls the pseudo-gradient. The anchor of a parameter narrower
+    than float32 is in float32, so that small averages add up.
+
+    After a compressed round, start = anchor - KEPT x residual. The residual is what the process
+    has moved and not yet told the others. From the anchor itself, the next local steps would move
+    there again, and it would be delivered twice. (CSER, Xie et al., arXiv:2007.13221, keeps all of
+    its error in the local model.) After an exact round, all processes start from the anchor.
 
     Args:
         parameters: Trainable parameters by name, the same values on all processes.
         options: Options of the compression, as in ``attach``.
         group: Group to average over.
         family: Names of the parameters of all fragments.
+
+    Attributes:
+        kept: Share of the residuals that the starts hold.
     """
 
     def __init__(
@@ -68,6 +79,7 @@ class Fragment:
         self.anchors = {name: at_least_float32(p).clone() for name, p in parameters.items()}
         self.compression = compress(TensorsByName(self.anchors, family), options, group)
         self.attachment = self.compression.attachment
+        self.kept = 0.0
         self._round: _Round | None = None
 
     @property
@@ -98,15 +110,24 @@ class Fragment:
             find_absent: Function to call if the round fails, as of ``agreement.absent_from``.
         """
         anchors, parameters = _local(self.anchors), _local(self.parameters)
+        compressed = self.attachment.reducer.compressing
         changes, buffers = self._allocate(anchors)
-        _subtract(_in_types_of(parameters, anchors), parameters, changes)
-        begun_at = _copies(parameters, like=parameters) if overlaps else []
+        starts = changes if _same_types(parameters, anchors) else _empty(parameters)
+        self._copy_starts(starts)
+        if starts is not changes:
+            torch._foreach_copy_(changes, starts)
+        torch._foreach_sub_(changes, parameters)
+        if self.kept and not compressed:  # The parameters are averaged, and all that they hold.
+            self._states.add_residuals(changes, self.kept)
+        begun_at = _empty(parameters) if overlaps else []
+        if overlaps:
+            torch._foreach_copy_(begun_at, parameters)
         sent = _zero_or_nan(buffers)
         firsts = [change.view(-1)[:1] for change in changes]
         # A list, because the host would wait for a single scalar.
         torch._foreach_add_(firsts, [sent.view(1)] * len(firsts))
         work = self.attachment.all_reduce(changes, find_absent)
-        self._round = _Round(work, changes, buffers, begun_at, sent)
+        self._round = _Round(work, compressed, changes, buffers, begun_at, sent)
 
     def _allocate(self, like: List) -> tuple[List, List]:
         """Returns empty tensors, which lie side by side in a buffer for each bucket, and these."""
@@ -124,7 +145,8 @@ class Fragment:
     def finish(self, update: Callable[[Fragment, Tensors], None]) -> tuple[str, bool]:
         """Waits for the means, and moves the anchors and the parameters.
 
-        A parameter whose mean is not finite goes back to its anchor, as if there had been no round.
+        A parameter whose mean is not finite goes back to where its local steps started, as if there
+        had been no round.
 
         Args:
             update: Function of the fragment and the finite means, which moves the anchors. The
@@ -137,21 +159,40 @@ class Fragment:
         assert self._round is not None
         self._round.work.wait()
         done, self._round = self._round, None
-        anchors, parameters = _local(self.anchors), _local(self.parameters)
+        parameters = _local(self.parameters)
         # The only wait of the host for the device, unless a number is not finite.
         sent, delivered = torch.stack([done.sent, _zero_or_nan(done.buffers)]).tolist()
         name = "" if sent == 0 else self._not_finite(done.begun_at or parameters)
         finite = [delivered == 0 or bool(mean.isfinite().all()) for mean in done.changes]
         named = zip(self.anchors, done.changes, finite, strict=True)
         update(self, {name: mean for name, mean, fits in named if fits})
-        if done.begun_at:  # The steps since then are kept.
-            torch._foreach_sub_(parameters, done.begun_at)
-            torch._foreach_copy_(done.begun_at, anchors)
-            torch._foreach_add_(parameters, done.begun_at)
-        back = [i for i, fits in enumerate(finite) if not fits or not done.begun_at]
-        if back:
-            torch._foreach_copy_([parameters[i] for i in back], [anchors[i] for i in back])
+        if self.kept and not done.compressed:
+            averaged = [i for i, fits in enumerate(finite) if fits]
+            self._states.take_residuals(self.kept, averaged)
+        self.kept = KEPT if done.compressed else 0.0
+        if starts := done.begun_at:  # The steps since then are kept.
+            torch._foreach_sub_(parameters, starts)
+            self._copy_starts(starts)
+            torch._foreach_add_(parameters, starts)
+            if back := [i for i, fits in enumerate(finite) if not fits]:
+                torch._foreach_copy_([parameters[i] for i in back], [starts[i] for i in back])
+        else:
+            self._copy_starts(parameters)
         return name, not all(finite)
+
+    def _copy_starts(self, to: List) -> None:
+        """Writes where local steps start to tensors like the parameters or the anchors."""
+        anchors = _local(self.anchors)
+        starts = to if not self.kept or _same_types(to, anchors) else _empty(anchors)
+        torch._foreach_copy_(starts, anchors)
+        if self.kept:
+            self._states.add_residuals(starts, -self.kept)
+        if starts is not to:
+            torch._foreach_copy_(to, starts)
+
+    @property
+    def _states(self) -> _C.ModelStates:
+        return self.attachment.reducer.states
 
     def _not_finite(self, begun_at: List) -> str:
         """Returns the name of the first parameter whose change from its anchor is not finite."""
@@ -170,13 +211,8 @@ class Fragment:
     def restart(self) -> None:
         """Makes the parameters, which are equal on all processes, the anchors of a first round."""
         self.discard()
-        states = self.attachment.reducer.states
-        local = states.export_local()
-        for of in local:
-            for part in (of.memory, of.q_local):  # The residual is memory - p_hat q_local^T.
-                if part is not None:
-                    part.zero_()
-        states.load_local(local, states.step)
+        self._states.take_residuals(1, range(len(self.anchors)))
+        self.kept = 0.0
         torch._foreach_copy_(_local(self.anchors), _local(self.parameters))
 
     def subtract(self, means: Tensors) -> None:
@@ -188,7 +224,8 @@ class Fragment:
     @torch.no_grad()
     def reset(self) -> None:
         """Sets the parameters to the anchors."""
-        torch._foreach_copy_(_local(self.parameters), _local(self.anchors))
+        self.kept = 0.0
+        self._copy_starts(_local(self.parameters))
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -220,32 +257,12 @@ def _local(tensors: Tensors) -> List:
     return [as_reals(shard_of(tensor)) for tensor in tensors.values()]
 
 
-def _copies(tensors: List, like: List) -> List:
-    """Returns copies in the types of other tensors."""
-    copies = [torch.empty_like(tensor) for tensor in like]
-    torch._foreach_copy_(copies, tensors)
-    return copies
+def _empty(like: List) -> List:
+    return [torch.empty_like(tensor) for tensor in like]
 
 
-def _in_types_of(like: List, tensors: List) -> List:
-    """Returns the tensors in the types of others: themselves, if all have those already."""
-    same = all(a.dtype == b.dtype for a, b in zip(like, tensors, strict=True))
-    return tensors if same else _copies(tensors, like)
-
-
-def _subtract(minuends: List, subtrahends: List, differences: List) -> None:
-    """Writes the differences, which may be of a wider type."""
-    small = []
-    for tensors in zip(minuends, subtrahends, differences, strict=True):
-        minuend, subtrahend, difference = tensors
-        if difference.numel() >= _LARGE and difference.dtype == minuend.dtype:
-            torch.sub(minuend, subtrahend, out=difference)
-        else:
-            small.append(tensors)
-    if small:  # No operator on lists writes to a third one.
-        minuends, subtrahends, differences = map(list, zip(*small, strict=True))
-        torch._foreach_copy_(differences, minuends)
-        torch._foreach_sub_(differences, subtrahends)
+def _same_types(tensors: List, others: List) -> bool:
+    return all(a.dtype == b.dtype for a, b in zip(tensors, others, strict=True))
 
 
 def _zero_or_nan(tensors: List) -> torch.Tensor:

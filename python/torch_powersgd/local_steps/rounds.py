@@ -45,7 +45,7 @@ class Rounds:
     Attributes:
         steps, rounds: Numbers since the start of training.
         taken, dropped: Numbers of the steps, and of the rounds that were dropped, of this object.
-        moved: Whether a step was taken since the parameters were last equal.
+        moved: Whether the parameters may differ between the processes.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Rounds:
             self.begin(self.fragments)
             self.finish_all(averages=exact)
         self.average_buffers(compressed=not exact)
-        self.moved = False
+        self.moved = any(fragment.kept for fragment in self.fragments)
 
     def begin(self, fragments: Sequence[Fragment], overlaps: bool = False) -> None:
         """Begins rounds. Local steps are taken before their end if it overlaps."""
@@ -121,7 +121,7 @@ class Rounds:
         if name:
             log.warning(
                 f"{name!r} was not finite on rank {self.group.rank()}: this round is dropped, and "
-                "all processes return to the parameters of the previous round"
+                "all processes return to where the previous round left them"
             )
         self.dropped += dropped
         self.rounds += 1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch_powersgd.schema import Exactly, Schema
 # scheduler adds some.
 _NUMBERS = ("version", "kind", "step", "rounds")
 _OUTER = ("state", "moved")
-_ANCHORS = ("anchors",)
+_ANCHORS = ("anchors", "kept")
 
 # The part of a state besides the fragments: the ``kind`` of local steps, which is the name of the
 # class, the numbers ``step`` and ``rounds``, and the state of the ``outer_optimizer`` or None.
@@ -33,6 +34,7 @@ def of(progress: Progress, fragments: Sequence[Fragment], per_rank: bool) -> dic
     parts: dict[str, Any] = {
         str(i): {
             "anchors": {name: anchor.clone() for name, anchor in fragment.anchors.items()},
+            "kept": fragment.kept,
             "compression": fragment.compression.state_dict(per_rank),
         }
         for i, fragment in enumerate(fragments)
@@ -64,7 +66,9 @@ def load(
         with torch.no_grad():
             for name, anchor in fragment.anchors.items():
                 anchor.copy_(part["anchors"][name])
-        if not compression.per_rank:
+        if compression.per_rank:
+            fragment.kept = part["kept"]
+        else:
             fragment.reset()
     return {field: state[field] for field in now}
 
@@ -74,7 +78,11 @@ def _read(
 ) -> tuple[list[Loaded], dict[str, Any]]:
     """Returns the compressions of a state, checked, and what must be equal on all processes."""
     parts = {
-        str(i): {"anchors": schema.like(fragment.anchors), "compression": schema.anything}
+        str(i): {
+            "anchors": schema.like(fragment.anchors),
+            "kept": schema.rule("a finite number >= 0", _is_share),
+            "compression": schema.anything,
+        }
         for i, fragment in enumerate(fragments)
     }
     header = {
@@ -100,6 +108,10 @@ def _read(
     require(len(kinds) == 1, "per_rank of the checkpoint", "the same in all fragments", kinds)
     same = {"step": state["step"], "rounds": state["rounds"], "checksum": schema.checksum(sums)}
     return loaded, {**same, "fragments": [compression.same for compression in loaded]}
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, float) and 0 <= value < math.inf
 
 
 def _of_outer(now: dict[str, Any] | None) -> Schema:

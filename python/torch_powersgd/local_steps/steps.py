@@ -34,10 +34,11 @@ class LocalSGD(Stateful):
     """Averages how far the parameters have moved, compressed, every ``sync_every`` steps.
 
     Between two rounds each process trains on its own, and nothing is sent. In a round, the mean of
-    the processes' changes since the last round is added to the parameters of that round, which
-    makes the parameters equal on all processes. What the low-rank factors miss of the changes stays
-    in the residual for later rounds, so nothing is lost. (Local SGD as in Stich, arXiv:1805.09767,
-    averages the parameters themselves. A residual of those would soon be out of date.)
+    the processes' changes since the last round is added to the parameters of that round. What the
+    low-rank factors miss of the changes stays in the residual for later rounds, so nothing is lost.
+    Each process keeps a share of its own residual in its parameters, so they differ a little even
+    after a round. (Local SGD as in Stich, arXiv:1805.09767, averages the parameters themselves. A
+    residual of those would soon be out of date.)
 
     It starts when you create it: all processes get rank 0's parameters and buffers, and DDP stops
     averaging gradients. A hook of the optimizer counts the steps, so your training loop stays as it
@@ -127,12 +128,12 @@ class LocalSGD(Stateful):
     def sync(self, exact: bool = False) -> None:
         """Runs a round of all fragments now. Collective.
 
-        It makes the model the same on all processes, for a checkpoint or, with ``exact``, for an
-        evaluation. The schedule of later rounds doesn't change.
+        Call it before a checkpoint or, with ``exact``, an evaluation. The schedule of later rounds
+        doesn't change.
 
         Args:
-            exact: Whether to set the parameters to their exact mean over the processes: the changes
-                are sent whole, and an outer optimizer isn't used.
+            exact: Whether to set the parameters to their exact mean over the processes, which makes
+                the models equal: the changes are sent whole, and an outer optimizer isn't used.
 
         Raises:
             ValueError: On every process, if one doesn't call it, or they have begun different

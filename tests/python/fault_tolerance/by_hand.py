@@ -50,6 +50,9 @@ class Manager:
             self.error, work = error, None
         return _Mean(work, tensor, self.participants)
 
+    def is_participating(self) -> bool:
+        return self.participates
+
     def should_commit(self) -> bool:
         self.before_commit()
         commits = self.commits and self.error is None
@@ -94,11 +97,15 @@ class _Changes:
         outer = torch.optim.SGD(model.parameters(), lr=1)
         outer.register_step_pre_hook(self._note)
         self.diloco = DiLoCo(manager, [model], self.inner, outer, sync_every=1)
+        self.begun = False
 
     def average(self, coefficients: Tensors) -> Tensors:
+        if not self.begun:
+            self.diloco.__enter__()
+            self.begun = True
+        self.model.zero_grad()
         self.model(coefficients).backward()
-        with self.diloco:
-            self.inner.step()
+        self.inner.step()
         return self.outputs
 
     def _note(self, *_: Any) -> None:

@@ -25,6 +25,7 @@ from support.on_ranks import on_ranks
 from support.synthetic import COMPRESSED, SHAPES, gradients
 from support.tensors import Tensors, add_to, relative_error
 from torch_powersgd.integrations.torchft import ProcessGroupPowerSGD
+from torch_powersgd.local_steps.fragment import KEPT
 
 
 def _sum(tensors: Tensors) -> Tensors:
@@ -66,6 +67,8 @@ def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, kind: str, wire: 
     replica.join(address, 5, [0, 1, 2], new=[])
     for i in range(12, 15):
         replica.step(i)
+    if kind == "diloco":
+        _check_kept(replica)
     residuals = _sum(replica.residuals())
     assert residuals.keys() == {*COMPRESSED}
     assert all(residual.norm() > 0.1 for residual in residuals.values())
@@ -73,6 +76,16 @@ def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, kind: str, wire: 
         for name, total in replica.wanted.items():
             found = replica.sent[name] + residuals.get(name, 0) + left.get(name, 0)
             assert relative_error(found, total) < 3 * TOLERANCE[torch.float32], name
+
+
+def _check_kept(replica: Replica) -> None:
+    """DiLoCo's parameters are the original ones less a share of what this replica has not sent."""
+    (fragment,) = replica.averages.diloco._fragments
+    own = replica.residuals()
+    for name, parameter in replica.averages.model.weights.items():
+        original = fragment.original_parameters[f"weights.{name}"]
+        kept = KEPT * own.get(name, torch.zeros(()))
+        assert relative_error(parameter, original.double() - kept) < TOLERANCE[torch.float32], name
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

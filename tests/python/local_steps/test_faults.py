@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support import ranks
 from support.groups import world
-from support.local_job import EVERY, OPTIONS, backward, make_net, sgd, take_step
+from support.local_job import EVERY, EXACT, OPTIONS, backward, make_net, sgd, take_step
 from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.refusals import refuses
-from support.tensors import same
+from support.tensors import relative_error, same
 from torch_powersgd import agreement, collective_call
 from torch_powersgd.local_steps import watch
 from torch_powersgd.units import size_text
@@ -33,7 +33,7 @@ from torch_powersgd.units import size_text
 def test_a_loop_that_skips_on_one_rank_says_so(rank: int) -> None:
     model = make_net()
     optimizer = sgd(model)
-    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0)
+    steps = tp.LocalSGD(model, optimizer, EVERY, EXACT, warmup_steps=0)
     for i in range(2 * EVERY):
         backward(model, rank, i)
         if rank == 1 and i in (2, 3):
@@ -46,7 +46,10 @@ def test_a_loop_that_skips_on_one_rank_says_so(rank: int) -> None:
 @pytest.mark.parametrize("delay", [0, 2])
 @on_ranks(2)
 def test_a_round_that_is_not_finite_might_as_well_not_have_been(rank: int, delay: int) -> None:
-    """All ranks are where they were after the round before, to the bit, with their residuals."""
+    """All ranks are where they were after the round before, with their residuals.
+
+    The residual is then held in another form, of which the last bit may differ.
+    """
     models = [make_net(), make_net()]
     optimizers = [sgd(model) for model in models]
     broken, other = (
@@ -68,12 +71,14 @@ def test_a_round_that_is_not_finite_might_as_well_not_have_been(rank: int, delay
         with torch.no_grad():
             list(models[0].parameters())[-1][5] = torch.nan
     one_round(models[0], optimizers[0], 7)
-    assert same(models[0].parameters(), before)
+    for after, parameter in zip(models[0].parameters(), before, strict=True):
+        assert relative_error(after, parameter) < 1e-6
     assert broken.stats()["dropped_rounds"] == 1
     for number in range(2, 4):
         for model, optimizer in zip(models, optimizers, strict=True):
             one_round(model, optimizer, number)
-    assert same(models[0].parameters(), models[1].parameters())
+    for after, parameter in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert relative_error(after, parameter) < 1e-5
     assert other.stats()["dropped_rounds"] == 0
 
 
@@ -156,8 +161,9 @@ def test_a_round_within_inference_mode_spoils_nothing(rank: int, exact: bool) ->
             take_step(model, optimizer, rank, i * EVERY + j)
         with torch.inference_mode():
             steps.sync(exact)
-            assert models_agree(model)
+            assert models_agree(model) is exact
             steps.load_state_dict(steps.state_dict())
+            assert models_agree(model)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Adam])

@@ -38,7 +38,7 @@ def test_a_return_to_the_best_is_no_movement(rank: int, others: Any, outer: bool
         assert same(job.model.state_dict().values(), best.values())
     job.optimizer.param_groups[0]["lr"] = 0.01
     job.train(rank, 0, 2 * EVERY)
-    job.steps.sync()
+    job.steps.sync(exact=True)
     assert models_agree(job.model)
 
 

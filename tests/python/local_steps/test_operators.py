@@ -37,6 +37,7 @@ class Round:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         steps = tp.LocalSGD(model, optimizer, 4, OPTIONS, fragment_sync_delay=delay, warmup_steps=0)
         fragment = steps._fragments[0]
+        steps.sync()  # leaves a residual in the parameters
         begin, waits_of_begin = _record(lambda: steps._rounds.begin([fragment], overlaps=delay > 0))
         finish, waits_of_finish = _record(lambda: steps._rounds.finish(fragment))
         steps.detach()
@@ -47,17 +48,18 @@ class Round:
         self.allocated = begin.allocated / self.numel
 
 
-# Bytes read and written for each number: the anchor is copied (8) and the parameter subtracted
-# (12); the largest change is found (4), and the largest mean (4); the mean is subtracted from the
-# anchor (12), which becomes the parameter (8). A delay copies the parameter (8) and then adds what
-# has been moved since to the anchor (32 in place of the 8).
-@pytest.mark.parametrize(("delay", "moved"), [(0, 48), (2, 80)])
+# Bytes read and written for each number: the anchor is copied (8), what is kept of the residual
+# subtracted from it (20), and the parameter subtracted (12); the largest change is found (4), and
+# the largest mean (4); the mean is subtracted from the anchor (12), which becomes the parameter
+# (28, with the residual). A delay copies the parameter (8) and then adds what has been moved since
+# (24). The factors add some.
+@pytest.mark.parametrize(("delay", "moved"), [(0, 88), (2, 120)])
 @on_ranks(2)
 def test_a_round_has_few_operators_and_waits_once(rank: int, delay: int, moved: int) -> None:
     few, many = (Round(_model(layers, torch.float32), delay) for layers in (2, 20))
-    assert few.names == many.names  # none for each parameter
-    assert len(few.begin.names) <= 8, few.begin.names
-    assert len(few.finish.names) <= 9, few.finish.names
+    _check_names(few, many)
+    assert len(few.begin.names) <= 11, few.begin.names
+    assert len(few.finish.names) <= 12, few.finish.names
     assert few.waits == (0, 1)
     assert few.moved == pytest.approx(moved, rel=0.01)
     assert few.allocated == pytest.approx(8 if delay else 4, rel=0.01)
@@ -65,16 +67,17 @@ def test_a_round_has_few_operators_and_waits_once(rank: int, delay: int, moved: 
 
 
 @on_ranks(2)
-def test_a_round_of_large_parameters_moves_less(rank: int) -> None:
-    """Their changes need no copy of the anchor."""
-    large = Round(nn.ParameterList([torch.zeros(1100, 1000)]))
-    assert large.moved == pytest.approx(40, rel=0.01)
-    assert large.waits == (0, 1)
-
-
-@on_ranks(2)
 def test_a_round_in_bfloat16_has_as_few(rank: int) -> None:
     few, many = (Round(_model(layers, torch.bfloat16)) for layers in (2, 20))
-    assert few.names == many.names
+    _check_names(few, many)
     assert few.waits == (0, 1)
-    assert few.allocated == pytest.approx(6, rel=0.01)
+    assert few.allocated == pytest.approx(10, rel=0.01)
+
+
+def _check_names(few: Round, many: Round) -> None:
+    """Asserts that there is one operator for each matrix, and none for each parameter."""
+    for layers, of in ((2, few), (20, many)):
+        assert [names.count("addmm_") for names in of.names] == [layers, layers]
+    assert [{*names} for names in few.names] == [{*names} for names in many.names]
+    fewer, more = (sum(map(len, of.names)) for of in (few, many))
+    assert more - fewer == 2 * (20 - 2)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.local_job import EVERY, OPTIONS, backward, make_net, sgd, take_step
+from support.local_job import EVERY, EXACT, OPTIONS, backward, make_net, sgd, take_step
 from support.log_records import LogRecords
 from support.on_ranks import models_agree, on_ranks
 from support.synthetic import gradient
@@ -41,8 +41,8 @@ def test_two_optimizers_train_as_one(rank: int) -> None:
     one = torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.5)
     both = _two(models[1])
     steps = [
-        tp.LocalSGD(models[0], one, EVERY, OPTIONS, warmup_steps=1),
-        tp.LocalSGD(models[1], both, EVERY, OPTIONS, warmup_steps=1),
+        tp.LocalSGD(models[0], one, EVERY, EXACT, warmup_steps=1),
+        tp.LocalSGD(models[1], both, EVERY, EXACT, warmup_steps=1),
     ]
     for i in range(1 + 3 * EVERY):
         for model in models:
@@ -73,7 +73,7 @@ def test_a_scaler_skips_steps_of_one_of_two(rank: int) -> None:
     model = make_net()
     both = _two(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    steps = tp.LocalSGD(model, both, EVERY, OPTIONS, warmup_steps=0, scaler=scaler)
+    steps = tp.LocalSGD(model, both, EVERY, EXACT, warmup_steps=0, scaler=scaler)
     for i in range(2 * EVERY):
         backward(model, rank, i, float(scaler.scale(torch.ones(()))))
         if i % 3 == rank:
@@ -115,7 +115,7 @@ def test_a_round_follows_the_step_of_a_wrapper(rank: int, has_hooks: bool) -> No
     inner = sgd(model)
     optimizer = _Lookahead(inner, has_hooks)
     torch.optim.lr_scheduler.ConstantLR(inner)
-    steps = tp.LocalSGD(model, optimizer, 3, OPTIONS, warmup_steps=0)
+    steps = tp.LocalSGD(model, optimizer, 3, EXACT, warmup_steps=0)
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps step, too
     for i in range(6):
         take_step(model, optimizer, rank, i)
@@ -145,8 +145,8 @@ def test_creation_in_inference_mode_spoils_nothing(rank: int) -> None:
         steps = tp.DiLoCo(model, optimizer, outer, 2, OPTIONS, warmup_steps=1)
     for i in range(7):
         take_step(model, optimizer, rank, i)
-    assert models_agree(model)
     steps.detach()
+    assert models_agree(model)
 
 
 class _Masters(torch.optim.SGD):
@@ -221,7 +221,7 @@ def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool
     model = make_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0, scaler=scaler)
+    steps = tp.LocalSGD(model, optimizer, EVERY, EXACT, warmup_steps=0, scaler=scaler)
     for i in range(3 * EVERY):
         backward(model, rank, i, float(scaler.scale(torch.ones(()))))
         if rank == 1 and i % 5 == 2:
@@ -247,7 +247,7 @@ def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool
 def test_a_scaler_counts_what_it_skips_after_a_step_without_it(rank: int) -> None:
     model = make_net()
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=8.0)
-    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0, scaler=scaler)
+    steps = tp.LocalSGD(model, optimizer, EVERY, EXACT, warmup_steps=0, scaler=scaler)
     for i in range(EVERY):
         backward(model, rank, i, float(scaler.scale(torch.ones(()))))
         if i % 2 == 0:  # on all ranks

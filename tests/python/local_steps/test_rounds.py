@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support.ddp import step
-from support.ledger import TOLERANCE, Ledger, residuals_of
+from support.ledger import TOLERANCE, Ledger, own_residuals_of, residuals_of
 from support.on_ranks import all_agree, models_agree, on_ranks
 from support.synthetic import SHAPES, Synthetic, gradient, gradients
 from support.tensors import Tensors, relative_error
+from torch_powersgd.local_steps.fragment import KEPT
 
 EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}
@@ -46,18 +47,43 @@ def _move(model: Synthetic, optimizer: torch.optim.Optimizer, rank: int, i: int)
 
 
 def _residuals(steps: tp.LocalSGD) -> Tensors:
-    """What no round has sent yet of the movement, which is the negative change."""
+    """The mean of what no round has sent yet of the movement, which is the negative change."""
     found: Tensors = {}
     for fragment in steps._fragments:
         found |= {name: -value for name, value in residuals_of(fragment.compression).items()}
     return found
 
 
+def _own_residuals(steps: tp.LocalSGD) -> Tensors:
+    """The same of this process alone, in the shape of the parameters."""
+    found: Tensors = {}
+    for fragment in steps._fragments:
+        for name, value in own_residuals_of(fragment.compression).items():
+            found[name] = -value.view(SHAPES[name])
+    return found
+
+
+def _anchors(steps: tp.LocalSGD) -> Tensors:
+    found: Tensors = {}
+    for fragment in steps._fragments:
+        for name, anchor in fragment.anchors.items():
+            found[name.removeprefix("weights.")] = anchor.double()
+    return found
+
+
+def _check(ledger: Ledger, residuals: Tensors) -> None:
+    errors = ledger.errors(residuals)
+    assert all(error < TOLERANCE[torch.float32] for error in errors.values()), errors
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("turns", [{"warmup_steps": 3}, IN_TURNS], ids=["whole", "in turns"])
 @on_ranks()
 def test_nothing_is_lost(rank: int, world_size: int, turns: dict[str, Any]) -> None:
-    """The parameters + the mean residual = the sum of the mean movements."""
+    """The anchor + the mean residual = the sum of the mean movements.
+
+    And a process's parameters are the anchor and its share of what it has not sent yet.
+    """
     for wire in (None, "int8"):
         model = _zeros()
         optimizer = _sgd(model)
@@ -68,24 +94,31 @@ def test_nothing_is_lost(rank: int, world_size: int, turns: dict[str, Any]) -> N
             mine = [gradients(SHAPES, r, i) for r in range(world_size)]
             means = {n: torch.stack([g[n].double() for g in mine]).mean(0) for n in SHAPES}
             ledger.add({n: torch.zeros(()) for n in SHAPES}, means)
-        assert models_agree(model) is ("fragments" not in turns)
         steps.sync()
-        assert models_agree(model)
-        ledger.outputs = {n: p.detach().double() for n, p in model.weights.items()}
-        residuals = _residuals(steps)
+        residuals, own = _residuals(steps), _own_residuals(steps)
         assert residuals
         assert all(residual.norm() > 0.1 for residual in residuals.values())
-        errors = ledger.errors(residuals)
-        assert all(error < TOLERANCE[torch.float32] for error in errors.values()), errors
+        ledger.outputs = _anchors(steps)
+        _check(ledger, residuals)
+        for name, parameter in model.weights.items():
+            start = _anchors(steps)[name] + KEPT * own.get(name, torch.zeros(()))
+            assert relative_error(parameter, start) < TOLERANCE[torch.float32], name
+        steps.sync(exact=True)  # delivers what the parameters hold of it, and nothing else
+        assert models_agree(model)
+        ledger.outputs = {n: p.detach().double() for n, p in model.weights.items()}
+        rest = {name: value * (1 - KEPT) for name, value in residuals.items()}
+        _check(ledger, rest)
+        for name, residual in _residuals(steps).items():
+            assert relative_error(residual, rest[name]) < TOLERANCE[torch.float32], name
         steps.detach()
 
 
 @on_ranks(2)
-def test_a_round_in_every_step_is_the_training_of_attach(rank: int) -> None:
-    """With SGD, up to the rounding of parameter - change, which is not the gradient to the bit."""
+def test_a_round_in_every_step_moves_the_anchors_as_attach_moves_parameters(rank: int) -> None:
+    """With gradients that depend on nothing, up to the rounding of start - parameter."""
     model, ddp = _zeros(), DistributedDataParallel(_zeros())
     optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, ddp))
-    tp.LocalSGD(model, optimizer, 1, OPTIONS, warmup_steps=0)
+    steps = tp.LocalSGD(model, optimizer, 1, OPTIONS, warmup_steps=0)
     tp.attach(ddp, {**OPTIONS, "start_powerSGD_iter": 0})
     for i in range(8):
         values = gradients(SHAPES, rank, i)
@@ -94,7 +127,7 @@ def test_a_round_in_every_step_is_the_training_of_attach(rank: int) -> None:
         optimizer.step()
         step(ddp, values)
         other.step()
-    for (name, mine), theirs in zip(model.weights.items(), ddp.parameters(), strict=True):
+    for (name, mine), theirs in zip(_anchors(steps).items(), ddp.parameters(), strict=True):
         assert relative_error(mine, theirs) < 1e-4, name
 
 
@@ -147,6 +180,28 @@ def test_the_end_is_the_exact_mean_whatever_the_outer_optimizer(rank: int) -> No
     for name, parameter in model.weights.items():
         both = [gradient(parameter.shape, "best", name, r).double() for r in range(2)]
         assert relative_error(parameter, torch.stack(both).mean(0)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("delay", [0, 5])
+@on_ranks(2)
+def test_adamw_is_no_faster_than_the_rounds(rank: int, delay: int) -> None:
+    """It learns a linear map of full rank at an eighth of it. From the anchors, it would end at 4.
+
+    AdamW's steps don't get smaller with the gradient, so it would redo what the residual holds
+    faster than the rounds send it.
+    """
+    torch.manual_seed(0)
+    target = torch.randn(64, 64) / 8
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"matrix_approximation_rank": 8, "min_numel": 1}
+    with tp.LocalSGD(model, optimizer, 20, options, fragment_sync_delay=delay):
+        for i in range(400):
+            inputs = gradient((32, 64), "input", rank, i)
+            optimizer.zero_grad()
+            (model(inputs) - inputs @ target.T).square().mean().backward()
+            optimizer.step()
+    assert (model.weight - target).square().sum() / 64 < 0.1
 
 
 @on_ranks(2)

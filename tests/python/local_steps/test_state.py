@@ -96,7 +96,7 @@ def test_a_difference_in_the_last_fragment_changes_nothing(rank: int) -> None:
 
 
 def _saved(rank: int) -> tuple[bytes, bytes]:
-    """The state that all ranks share, and what the parameters would be with nothing unsent."""
+    """The state that all ranks share, and what the anchors would be with nothing unsent."""
     job = Job()
     job.train(rank, 0, 2 * EVERY + 3)
     job.steps.sync()
@@ -109,8 +109,9 @@ def _whole(job: Job) -> dict[str, torch.Tensor]:
         residuals |= residuals_of(fragment.compression)
     assert residuals
     return {
-        name: parameter.detach().double() - residuals.get(name, 0)
-        for name, parameter in job.model.named_parameters()
+        name: anchor.double() - residuals.get(name, 0)
+        for fragment in job.steps._fragments
+        for name, anchor in fragment.anchors.items()
     }
 
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd._core import _C
 from torch_powersgd.attach import compress, make_reducer
+from torch_powersgd.local_steps.fragment import KEPT
 from torch_powersgd.targets import DdpTarget, FsdpTarget, Target, TensorsByName, shard_of
 from torch_powersgd.targets.fsdp_hooks import check_hooks, set_hooks
 from torch_powersgd.targets.fsdp_units import own_replicas
@@ -211,7 +212,8 @@ class _ShardsOfReplica(FsdpTarget):
 class AttachedFragment(Attached):
     """A fragment of torchft's DiLoCo, which averages its changes parameter by parameter.
 
-    They are sent together once the manager has passed in the last one.
+    They are sent together once the manager has passed in the last one. After a round, the
+    parameters keep a share of the residual, as in ``local_steps.fragment``.
 
     Args:
         family: Names of the parameters of all fragments.
@@ -224,6 +226,8 @@ class AttachedFragment(Attached):
         super().__init__(self._target(fragment), *others)
         self.round = Sum(self.groups._leave)
         self.passed = 0  # the changes of the round that the manager has passed in, in order
+        self.kept = 0.0  # the share of the residual that the parameters hold
+        _around_rounds(fragment, self.manager, self._keep, self._keep_nothing)
 
     def target(self) -> Target | None:
         fragment = self.fragment()
@@ -250,8 +254,29 @@ class AttachedFragment(Attached):
             self.begin_pass()
             tensors = self.compression.attachment.tensors
             assert tensors is not None  # because it has not ended
-            self.round.begin(tensors.sum([changes[name] for name in self.names]))
+            sent = [changes[name] for name in self.names]
+            if self.kept and self.manager.is_participating():  # else they are zeros
+                self._states.add_residuals(sent, -self.kept)
+            self.round.begin(tensors.sum(sent))
         return self.round
+
+    def _keep(self, committed: bool) -> None:
+        """Called after a round, when DiLoCo has set the parameters to the original ones."""
+        fragment = self.fragment()
+        if fragment is None or self.compression.ended:
+            return
+        if committed:
+            self.kept = KEPT
+        parameters = fragment._model_fragment.parameters()
+        self._states.add_residuals([shard_of(p.detach()) for p in parameters], -self.kept)
+
+    def _keep_nothing(self) -> None:
+        """Called when what the parameters hold has become the original."""
+        self.kept = 0.0
+
+    @property
+    def _states(self) -> _C.ModelStates:
+        return self.compression.attachment.reducer.states
 
 
 def _settle_with(manager: Manager, settle: Callable[[], None]) -> None:
@@ -274,6 +299,32 @@ def _settle_with(manager: Manager, settle: Callable[[], None]) -> None:
 
     manager.start_quorum = start_quorum
     manager.should_commit = should_commit
+
+
+def _around_rounds(
+    fragment: Any, manager: Manager, keep: Callable[[bool], None], forget: Callable[[], None]
+) -> None:
+    """Calls ``keep`` after each round of a fragment, with whether the round was committed.
+
+    It calls ``forget`` when the fragment takes over the parameters as its original ones, and when
+    the manager loads those of another replica.
+    """
+    perform, save = fragment.perform_sync, fragment.save_parameters
+
+    @functools.wraps(perform)
+    def perform_sync() -> bool:
+        committed: bool = perform()
+        keep(committed)
+        return committed
+
+    @functools.wraps(save)
+    def save_parameters() -> None:
+        save()
+        forget()
+
+    fragment.perform_sync, fragment.save_parameters = perform_sync, save_parameters
+    key = f"powersgd_{fragment._fragment_id}"
+    manager.register_state_dict_fn(key, lambda _: forget(), dict)
 
 
 class Sum(dist._Work):
