@@ -204,6 +204,26 @@ void ModelStates::add_residuals(const std::vector<at::Tensor>& tensors, double f
   }
 }
 
+at::Tensor ModelStates::cosine_of_residuals(const std::vector<at::Tensor>& tensors) const {
+  std::vector<at::Tensor> residuals(states_.size()), held, others, products;
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (!states_[i]->memory.defined()) continue;
+    residuals[i] = at::zeros(tensors[i].sizes(), tensors[i].options().dtype(at::kFloat));
+  }
+  add_residuals(residuals, 1);
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (!residuals[i].defined()) continue;
+    held.push_back(residuals[i].flatten());
+    others.push_back(tensors[i].to(at::kFloat).flatten());
+    products.push_back(held.back().dot(others.back()));
+  }
+  if (held.empty()) return at::full({}, NAN, at::device(parameters_.device()).dtype(at::kFloat));
+  const auto norm = [](const std::vector<at::Tensor>& all) {
+    return at::stack(at::_foreach_norm(all)).norm();
+  };
+  return at::stack(products).sum() / (norm(held) * norm(others));
+}
+
 void ModelStates::take_residuals(double share, const std::vector<size_t>& parameters) {
   check_held();
   std::vector<at::Tensor> taken(states_.size());

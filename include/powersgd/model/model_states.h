@@ -107,6 +107,9 @@ class ModelStates {
   // the units of the parameter's last step. The caller has waited for all steps of the parameters.
   // Waits for no others, nor for the device. The bits are the same until the next step.
   void add_residuals(const std::vector<at::Tensor>& tensors, double factor) const;
+  // The cosine between this rank's residuals and tensors like the parameters, as add_residuals()
+  // takes them: one float32 number, NaN if either is zero.
+  at::Tensor cosine_of_residuals(const std::vector<at::Tensor>& tensors) const;
   // Subtracts a share of the residuals, which add_residuals() has delivered, of the parameters with
   // these indices.
   void take_residuals(double share, const std::vector<size_t>& parameters);

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,6 @@ from torch_powersgd.targets import TensorsByName, shard_of
 Tensors = dict[str, torch.Tensor]
 List = list[torch.Tensor]
 
-KEPT = 0.25  # share of its residual that a process's parameters keep
-
 
 @dataclass(frozen=True)
 class _Round:
@@ -35,6 +34,7 @@ class _Round:
         buffers: Memory of the changes.
         begun_at: Parameters when their changes were sent, if local steps overlap.
         sent: Number that was added to the changes: NaN if one was not finite, and otherwise -0.0.
+        cosine: Cosine between the changes and the residual before the round; NaN if it was zero.
     """
 
     work: dist.Work
@@ -43,6 +43,7 @@ class _Round:
     buffers: List
     begun_at: List
     sent: torch.Tensor
+    cosine: torch.Tensor
 
 
 class Fragment:
@@ -53,10 +54,12 @@ class Fragment:
     start - parameter, which DiLoCo calls the pseudo-gradient. The anchor of a parameter narrower
     than float32 is in float32, so that small averages add up.
 
-    After a compressed round, start = anchor - KEPT x residual. The residual is what the process
-    has moved and not yet told the others. From the anchor itself, the next local steps would move
-    there again, and it would be delivered twice. (CSER, Xie et al., arXiv:2007.13221, keeps all of
-    its error in the local model.) After an exact round, all processes start from the anchor.
+    After a compressed round, start = anchor - kept x residual. The residual is what the process
+    has moved and not yet told the others. From the anchor itself, the next local steps may move
+    there again, and it would be delivered twice. How much they do so shows in the cosine between
+    their change and the residual, which becomes the share to keep: noise, which is not moved again,
+    is left out. (CSER, Xie et al., arXiv:2007.13221, keeps all of its error in the local model.)
+    After an exact round, all processes start from the anchor.
 
     Args:
         parameters: Trainable parameters by name, the same values on all processes.
@@ -122,12 +125,14 @@ class Fragment:
         begun_at = _empty(parameters) if overlaps else []
         if overlaps:
             torch._foreach_copy_(begun_at, parameters)
+        nothing = torch.full((), torch.nan, device=changes[0].device)
+        cosine = self._states.cosine_of_residuals(changes) if compressed else nothing
         sent = _zero_or_nan(buffers)
         firsts = [change.view(-1)[:1] for change in changes]
         # A list, because the host would wait for a single scalar.
         torch._foreach_add_(firsts, [sent.view(1)] * len(firsts))
         work = self.attachment.all_reduce(changes, find_absent)
-        self._round = _Round(work, compressed, changes, buffers, begun_at, sent)
+        self._round = _Round(work, compressed, changes, buffers, begun_at, sent, cosine)
 
     def _allocate(self, like: List) -> tuple[List, List]:
         """Returns empty tensors, which lie side by side in a buffer for each bucket, and these."""
@@ -161,7 +166,8 @@ class Fragment:
         done, self._round = self._round, None
         parameters = _local(self.parameters)
         # The only wait of the host for the device, unless a number is not finite.
-        sent, delivered = torch.stack([done.sent, _zero_or_nan(done.buffers)]).tolist()
+        numbers = [done.sent, _zero_or_nan(done.buffers), done.cosine]
+        sent, delivered, cosine = torch.stack(numbers).tolist()
         name = "" if sent == 0 else self._not_finite(done.begun_at or parameters)
         finite = [delivered == 0 or bool(mean.isfinite().all()) for mean in done.changes]
         named = zip(self.anchors, done.changes, finite, strict=True)
@@ -169,7 +175,10 @@ class Fragment:
         if self.kept and not done.compressed:
             averaged = [i for i, fits in enumerate(finite) if fits]
             self._states.take_residuals(self.kept, averaged)
-        self.kept = KEPT if done.compressed else 0.0
+        if not done.compressed:
+            self.kept = 0.0
+        elif math.isfinite(cosine):
+            self.kept = max(cosine, 0.0)
         if starts := done.begun_at:  # The steps since then are kept.
             torch._foreach_sub_(parameters, starts)
             self._copy_starts(starts)

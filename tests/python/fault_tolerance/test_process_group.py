@@ -25,7 +25,6 @@ from support.on_ranks import on_ranks
 from support.synthetic import COMPRESSED, SHAPES, gradients
 from support.tensors import Tensors, add_to, relative_error
 from torch_powersgd.integrations.torchft import ProcessGroupPowerSGD
-from torch_powersgd.local_steps.fragment import KEPT
 
 
 def _sum(tensors: Tensors) -> Tensors:
@@ -84,7 +83,7 @@ def _check_kept(replica: Replica) -> None:
     own = replica.residuals()
     for name, parameter in replica.averages.model.weights.items():
         original = fragment.original_parameters[f"weights.{name}"]
-        kept = KEPT * own.get(name, torch.zeros(()))
+        kept = replica.group._attached[0].kept * own.get(name, torch.zeros(()))
         assert relative_error(parameter, original.double() - kept) < TOLERANCE[torch.float32], name
 
 

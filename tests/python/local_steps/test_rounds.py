@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +22,6 @@ from support.ledger import TOLERANCE, Ledger, own_residuals_of, residuals_of
 from support.on_ranks import all_agree, models_agree, on_ranks
 from support.synthetic import SHAPES, Synthetic, gradient, gradients
 from support.tensors import Tensors, relative_error
-from torch_powersgd.local_steps.fragment import KEPT
 
 EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}
@@ -54,13 +54,18 @@ def _residuals(steps: tp.LocalSGD) -> Tensors:
     return found
 
 
-def _own_residuals(steps: tp.LocalSGD) -> Tensors:
-    """The same of this process alone, in the shape of the parameters."""
+def _kept(steps: tp.LocalSGD) -> Tensors:
+    """The part of it that this process's parameters hold."""
     found: Tensors = {}
     for fragment in steps._fragments:
         for name, value in own_residuals_of(fragment.compression).items():
-            found[name] = -value.view(SHAPES[name])
+            found[name] = -fragment.kept * value.view(SHAPES[name])
     return found
+
+
+def _mean(value: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
 
 
 def _anchors(steps: tp.LocalSGD) -> Tensors:
@@ -90,23 +95,25 @@ def test_nothing_is_lost(rank: int, world_size: int, turns: dict[str, Any]) -> N
         steps = tp.LocalSGD(model, optimizer, EVERY, {**OPTIONS, "wire_dtype": wire}, **turns)
         ledger = Ledger()
         for i in range(3 + 3 * EVERY):
-            _move(model, optimizer, rank, i)
-            mine = [gradients(SHAPES, r, i) for r in range(world_size)]
+            again = i % EVERY  # each round makes the same movement, so the residual looks like it
+            _move(model, optimizer, rank, again)
+            mine = [gradients(SHAPES, r, again) for r in range(world_size)]
             means = {n: torch.stack([g[n].double() for g in mine]).mean(0) for n in SHAPES}
             ledger.add({n: torch.zeros(()) for n in SHAPES}, means)
         steps.sync()
-        residuals, own = _residuals(steps), _own_residuals(steps)
+        residuals, kept = _residuals(steps), _kept(steps)
+        assert all(fragment.kept > 0.1 for fragment in steps._fragments if fragment.round_bytes)
         assert residuals
         assert all(residual.norm() > 0.1 for residual in residuals.values())
         ledger.outputs = _anchors(steps)
         _check(ledger, residuals)
         for name, parameter in model.weights.items():
-            start = _anchors(steps)[name] + KEPT * own.get(name, torch.zeros(()))
+            start = _anchors(steps)[name] + kept.get(name, torch.zeros(()))
             assert relative_error(parameter, start) < TOLERANCE[torch.float32], name
         steps.sync(exact=True)  # delivers what the parameters hold of it, and nothing else
         assert models_agree(model)
         ledger.outputs = {n: p.detach().double() for n, p in model.weights.items()}
-        rest = {name: value * (1 - KEPT) for name, value in residuals.items()}
+        rest = {name: value - _mean(kept[name]) for name, value in residuals.items()}
         _check(ledger, rest)
         for name, residual in _residuals(steps).items():
             assert relative_error(residual, rest[name]) < TOLERANCE[torch.float32], name

@@ -8,6 +8,7 @@ recognizes one kind of tensor: buckets of DDP, shards of FSDP2, changes of DiLoC
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
@@ -21,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd._core import _C
 from torch_powersgd.attach import compress, make_reducer
-from torch_powersgd.local_steps.fragment import KEPT
 from torch_powersgd.targets import DdpTarget, FsdpTarget, Target, TensorsByName, shard_of
 from torch_powersgd.targets.fsdp_hooks import check_hooks, set_hooks
 from torch_powersgd.targets.fsdp_units import own_replicas
@@ -227,6 +227,7 @@ class AttachedFragment(Attached):
         self.round = Sum(self.groups._leave)
         self.passed = 0  # the changes of the round that the manager has passed in, in order
         self.kept = 0.0  # the share of the residual that the parameters hold
+        self.cosine = torch.tensor(torch.nan)  # between the last changes and the residual
         _around_rounds(fragment, self.manager, self._keep, self._keep_nothing)
 
     def target(self) -> Target | None:
@@ -257,6 +258,7 @@ class AttachedFragment(Attached):
             sent = [changes[name] for name in self.names]
             if self.kept and self.manager.is_participating():  # else they are zeros
                 self._states.add_residuals(sent, -self.kept)
+            self.cosine = self._states.cosine_of_residuals(sent)
             self.round.begin(tensors.sum(sent))
         return self.round
 
@@ -265,8 +267,8 @@ class AttachedFragment(Attached):
         fragment = self.fragment()
         if fragment is None or self.compression.ended:
             return
-        if committed:
-            self.kept = KEPT
+        if committed and math.isfinite(cosine := self.cosine.item()):
+            self.kept = max(cosine, 0.0)
         parameters = fragment._model_fragment.parameters()
         self._states.add_residuals([shard_of(p.detach()) for p in parameters], -self.kept)
 
