@@ -20,7 +20,7 @@ from torch_powersgd.agreement import agree, equality_of
 from torch_powersgd.group_backends import BACKENDS, find_backend
 from torch_powersgd.matrices import as_reals
 from torch_powersgd.option_values import require
-from torch_powersgd.options import Options, lay_over, to_core, to_plain
+from torch_powersgd.options import Options, check_matrix_ranks, lay_over, to_core, to_plain
 from torch_powersgd.scope import scope
 from torch_powersgd.targets.ddp import DdpTarget, Hook
 
@@ -264,6 +264,7 @@ def shadow(
         target = DdpTarget(ddp)
         target.check()
         target.check_hook(replaceable="")
+        check_matrix_ranks(compared[0], target.parameters())
         if ddp.process_group.size() == 1:
             raise ValueError("shadow needs a group of at least two ranks, got one")
         return compared, {**to_plain(compared[0]), "ranks": list(ranks), "steps": steps}
