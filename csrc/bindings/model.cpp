@@ -55,9 +55,7 @@ void register_states(py::module_& module) {
           },
           py::arg("dropped") = std::nullopt, py::arg("parameters") = std::vector<size_t>(), NoGil())
       .def("discard_step", &ModelStates::discard_step, NoGil())
-      .def("add_residuals", &ModelStates::add_residuals, py::arg("tensors"), py::arg("factor"),
-           NoGil())
-      .def("cosine_of_residuals", &ModelStates::cosine_of_residuals, py::arg("tensors"), NoGil())
+      .def("residuals", &ModelStates::residuals, NoGil())
       .def("take_residuals", &ModelStates::take_residuals, py::arg("share"), py::arg("parameters"),
            NoGil())
       .def("agree_with", &ModelStates::agree_with, py::arg("source"), py::arg("step"), NoGil())

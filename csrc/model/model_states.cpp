@@ -176,76 +176,44 @@ void ModelStates::discard_step() {
   });
 }
 
-void ModelStates::add_residuals(const std::vector<at::Tensor>& tensors, double factor) const {
+std::vector<at::Tensor> ModelStates::residuals() const {
   check_held();
-  TORCH_INTERNAL_ASSERT(tensors.size() == states_.size());
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> sums, memories;
+  std::vector<at::Tensor> found(states_.size()), copies, memories;
   for (size_t i = 0; i < states_.size(); ++i) {
-    const at::Tensor& memory = states_[i]->memory;
-    if (!memory.defined()) continue;
-    const at::Tensor& tensor = tensors[i];
-    const bool in_place = tensor.is_contiguous() && tensor.scalar_type() == at::kFloat;
-    sums.push_back(in_place ? tensor.view(memory.sizes())
-                            : at::zeros(memory.sizes(), memory.options().dtype(at::kFloat)));
-    memories.push_back(memory);
-  }
-  if (sums.empty()) return;
-  at::_foreach_add_(sums, memories, factor);
-  for (size_t i = 0, k = 0; i < states_.size(); ++i) {
     const ParameterState& state = *states_[i];
     if (!state.memory.defined()) continue;
     for (const at::Tensor* read : {&state.memory, &state.p_hat, &state.q_local}) {
       use_on_current_stream(*read);
     }
-    at::Tensor& sum = sums[k++];
-    sum.addmm_(state.p_hat, state.q_local, 1, -factor);
-    if (!sum.is_alias_of(tensors[i])) tensors[i].add_(sum.view(tensors[i].sizes()));
+    memories.push_back(state.memory);
+    copies.push_back(at::empty_like(state.memory, at::kFloat));
+    found[i] = copies.back().view(parameters_[i].sizes());
   }
-}
-
-at::Tensor ModelStates::cosine_of_residuals(const std::vector<at::Tensor>& tensors) const {
-  std::vector<at::Tensor> residuals(states_.size()), held, others, products;
-  for (size_t i = 0; i < states_.size(); ++i) {
-    if (!states_[i]->memory.defined()) continue;
-    residuals[i] = at::zeros(tensors[i].sizes(), tensors[i].options().dtype(at::kFloat));
+  if (copies.empty()) return found;
+  at::_foreach_copy_(copies, memories);
+  for (size_t i = 0, k = 0; i < states_.size(); ++i) {
+    const ParameterState& state = *states_[i];
+    if (state.memory.defined()) copies[k++].addmm_(state.p_hat, state.q_local, 1, -1);
   }
-  add_residuals(residuals, 1);
-  for (size_t i = 0; i < states_.size(); ++i) {
-    if (!residuals[i].defined()) continue;
-    held.push_back(residuals[i].flatten());
-    others.push_back(tensors[i].to(at::kFloat).flatten());
-    products.push_back(held.back().dot(others.back()));
-  }
-  if (held.empty()) return at::full({}, NAN, at::device(parameters_.device()).dtype(at::kFloat));
-  const auto norm = [](const std::vector<at::Tensor>& all) {
-    return at::stack(at::_foreach_norm(all)).norm();
-  };
-  return at::stack(products).sum() / (norm(held) * norm(others));
+  return found;
 }
 
 void ModelStates::take_residuals(double share, const std::vector<size_t>& parameters) {
   check_held();
-  std::vector<at::Tensor> taken(states_.size());
-  if (share < 1) {
-    for (size_t i = 0; i < states_.size(); ++i) {
-      const at::Tensor& memory = states_[i]->memory;
-      if (memory.defined()) taken[i] = at::zeros_like(memory, at::kFloat);
-    }
-    add_residuals(taken, share);
-  }
+  const std::vector<at::Tensor> before = share < 1 ? residuals() : std::vector<at::Tensor>();
   for (const c10::Device device : parameters_.devices()) {
     session_->run_after_steps(device, [&] {
       for (const size_t i : parameters) {
         ParameterState& state = *states_[i];
         if (!state.memory.defined() || parameters_[i].device() != device) continue;
         state.last_step.reset();
-        if (!taken[i].defined()) {
+        if (before.empty()) {
           state.drop_residual();
           continue;
         }
-        use_on_current_stream(taken[i]);
-        state.set_residual(state.residual().sub_(taken[i]));
+        use_on_current_stream(before[i]);
+        state.set_residual(before[i].mul(1 - share).view(state.memory.sizes()));
       }
     });
   }

@@ -103,15 +103,12 @@ class ModelStates {
   // Restores the state that each parameter had before the last step. Throws without allow_discard.
   void discard_step();
 
-  // Adds `factor` times this rank's residual of each parameter to a tensor like the parameter, in
-  // the units of the parameter's last step. The caller has waited for all steps of the parameters.
-  // Waits for no others, nor for the device. The bits are the same until the next step.
-  void add_residuals(const std::vector<at::Tensor>& tensors, double factor) const;
-  // The cosine between this rank's residuals and tensors like the parameters, as add_residuals()
-  // takes them: one float32 number, NaN if either is zero.
-  at::Tensor cosine_of_residuals(const std::vector<at::Tensor>& tensors) const;
-  // Subtracts a share of the residuals, which add_residuals() has delivered, of the parameters with
-  // these indices.
+  // This rank's residuals: float32 tensors like the parameters, undefined for those without one.
+  // In the units of the last step. The caller has waited for all steps of the parameters. Waits for
+  // no others, nor for the device. The bits are the same until the next step.
+  std::vector<at::Tensor> residuals() const;
+  // Subtracts a share of the residuals of the parameters with these indices, because it was
+  // delivered otherwise.
   void take_residuals(double share, const std::vector<size_t>& parameters);
 
   // Takes over Q and the step number of rank `source`, which is at `step`. Collective.

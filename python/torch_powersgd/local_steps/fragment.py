@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_powersgd._core import _C
 from torch_powersgd.attach import compress
+from torch_powersgd.local_steps import kept
 from torch_powersgd.matrices import as_reals
 from torch_powersgd.options import Options
 from torch_powersgd.targets import TensorsByName, shard_of
@@ -54,11 +54,7 @@ class Fragment:
     start - parameter, which DiLoCo calls the pseudo-gradient. The anchor of a parameter narrower
     than float32 is in float32, so that small averages add up.
 
-    After a compressed round, start = anchor - kept x residual. The residual is what the process
-    has moved and not yet told the others. From the anchor itself, the next local steps may move
-    there again, and it would be delivered twice. How much they do so shows in the cosine between
-    their change and the residual, which becomes the share to keep: noise, which is not moved again,
-    is left out. (CSER, Xie et al., arXiv:2007.13221, keeps all of its error in the local model.)
+    After a compressed round, start = anchor - kept x residual, as ``kept.py`` says.
     After an exact round, all processes start from the anchor.
 
     Args:
@@ -68,7 +64,7 @@ class Fragment:
         family: Names of the parameters of all fragments.
 
     Attributes:
-        kept: Share of the residuals that the starts hold.
+        kept: Share of the residual that the start holds.
     """
 
     def __init__(
@@ -116,17 +112,18 @@ class Fragment:
         compressed = self.attachment.reducer.compressing
         changes, buffers = self._allocate(anchors)
         starts = changes if _same_types(parameters, anchors) else _empty(parameters)
-        self._copy_starts(starts)
+        residuals = self._states.residuals() if compressed or self.kept else []
+        self._copy_starts(starts, residuals)
         if starts is not changes:
             torch._foreach_copy_(changes, starts)
         torch._foreach_sub_(changes, parameters)
         if self.kept and not compressed:  # The parameters are averaged, and all that they hold.
-            self._states.add_residuals(changes, self.kept)
+            kept.add(changes, residuals, self.kept)
         begun_at = _empty(parameters) if overlaps else []
         if overlaps:
             torch._foreach_copy_(begun_at, parameters)
         nothing = torch.full((), torch.nan, device=changes[0].device)
-        cosine = self._states.cosine_of_residuals(changes) if compressed else nothing
+        cosine = kept.cosine(changes, residuals) if compressed else nothing
         sent = _zero_or_nan(buffers)
         firsts = [change.view(-1)[:1] for change in changes]
         # A list, because the host would wait for a single scalar.
@@ -177,25 +174,26 @@ class Fragment:
             self._states.take_residuals(self.kept, averaged)
         if not done.compressed:
             self.kept = 0.0
-        elif math.isfinite(cosine):
-            self.kept = max(cosine, 0.0)
+        elif delivered == 0:
+            self.kept = kept.share(cosine, self.kept)
+        residuals = self._states.residuals() if self.kept else []
         if starts := done.begun_at:  # The steps since then are kept.
             torch._foreach_sub_(parameters, starts)
-            self._copy_starts(starts)
+            self._copy_starts(starts, residuals)
             torch._foreach_add_(parameters, starts)
             if back := [i for i, fits in enumerate(finite) if not fits]:
                 torch._foreach_copy_([parameters[i] for i in back], [starts[i] for i in back])
         else:
-            self._copy_starts(parameters)
+            self._copy_starts(parameters, residuals)
         return name, not all(finite)
 
-    def _copy_starts(self, to: List) -> None:
+    def _copy_starts(self, to: List, residuals: kept.Residuals) -> None:
         """Writes where local steps start to tensors like the parameters or the anchors."""
         anchors = _local(self.anchors)
         starts = to if not self.kept or _same_types(to, anchors) else _empty(anchors)
         torch._foreach_copy_(starts, anchors)
         if self.kept:
-            self._states.add_residuals(starts, -self.kept)
+            kept.add(starts, residuals, -self.kept)
         if starts is not to:
             torch._foreach_copy_(to, starts)
 
@@ -234,7 +232,7 @@ class Fragment:
     def reset(self) -> None:
         """Sets the parameters to the anchors."""
         self.kept = 0.0
-        self._copy_starts(_local(self.parameters))
+        torch._foreach_copy_(_local(self.parameters), _local(self.anchors))
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -8,7 +8,6 @@ recognizes one kind of tensor: buckets of DDP, shards of FSDP2, changes of DiLoC
 from __future__ import annotations
 
 import functools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd._core import _C
 from torch_powersgd.attach import compress, make_reducer
+from torch_powersgd.local_steps import kept
 from torch_powersgd.targets import DdpTarget, FsdpTarget, Target, TensorsByName, shard_of
 from torch_powersgd.targets.fsdp_hooks import check_hooks, set_hooks
 from torch_powersgd.targets.fsdp_units import own_replicas
@@ -213,7 +213,7 @@ class AttachedFragment(Attached):
     """A fragment of torchft's DiLoCo, which averages its changes parameter by parameter.
 
     They are sent together once the manager has passed in the last one. After a round, the
-    parameters keep a share of the residual, as in ``local_steps.fragment``.
+    parameters keep a share of the residual, as ``local_steps/kept.py`` says.
 
     Args:
         family: Names of the parameters of all fragments.
@@ -256,9 +256,10 @@ class AttachedFragment(Attached):
             tensors = self.compression.attachment.tensors
             assert tensors is not None  # because it has not ended
             sent = [changes[name] for name in self.names]
-            if self.kept and self.manager.is_participating():  # else they are zeros
-                self._states.add_residuals(sent, -self.kept)
-            self.cosine = self._states.cosine_of_residuals(sent)
+            residuals = self._states.residuals()
+            if self.manager.is_participating():  # else they are zeros
+                kept.add(sent, residuals, -self.kept)
+            self.cosine = kept.cosine(sent, residuals)
             self.round.begin(tensors.sum(sent))
         return self.round
 
@@ -267,10 +268,10 @@ class AttachedFragment(Attached):
         fragment = self.fragment()
         if fragment is None or self.compression.ended:
             return
-        if committed and math.isfinite(cosine := self.cosine.item()):
-            self.kept = max(cosine, 0.0)
-        parameters = fragment._model_fragment.parameters()
-        self._states.add_residuals([shard_of(p.detach()) for p in parameters], -self.kept)
+        if committed:
+            self.kept = kept.share(self.cosine.item(), self.kept)
+        parameters = [shard_of(p.detach()) for p in fragment._model_fragment.parameters()]
+        kept.add(parameters, self._states.residuals(), -self.kept)
 
     def _keep_nothing(self) -> None:
         """Called when what the parameters hold has become the original."""
