@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from torch_powersgd.targets import TensorsByName, shard_of
 
 Tensors = dict[str, torch.Tensor]
 List = list[torch.Tensor]
+
+MANY = 10  # rounds. Fewer may repeat much at the start of training.
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Fragment:
         self.compression = compress(TensorsByName(self.anchors, family), options, group)
         self.attachment = self.compression.attachment
         self.kept = 0.0
+        self._lately: deque[float] = deque(maxlen=MANY)
         self._round: _Round | None = None
 
     @property
@@ -90,6 +94,11 @@ class Fragment:
     def round_bytes(self) -> int:
         """The bytes that a compressed round sends."""
         return self.attachment.reducer.states.outline().bytes_after
+
+    @property
+    def repeats(self) -> bool:
+        """Whether local steps have mostly repeated what many rounds had left in the residual."""
+        return len(self._lately) == MANY and sum(self._lately) > MANY / 2
 
     @property
     def in_flight(self) -> bool:
@@ -176,6 +185,7 @@ class Fragment:
             self.kept = 0.0
         elif delivered == 0:
             self.kept = kept.share(cosine, self.kept)
+            self._lately.append(self.kept)
         residuals = self._states.residuals() if self.kept else []
         if starts := done.begun_at:  # The steps since then are kept.
             torch._foreach_sub_(parameters, starts)

@@ -37,8 +37,12 @@ def cosine(changes: Sequence[torch.Tensor], residuals: Residuals) -> torch.Tenso
 
 
 def share(cosine: float, before: float) -> float:
-    """Returns the share to keep after a round with this cosine, or the one before if it is NaN."""
-    return max(cosine, 0.0) if math.isfinite(cosine) else before
+    """Returns the share to keep after a round with this cosine, by that of the round before.
+
+    It falls by half at most. A process that has moved all that its residual holds doesn't move it
+    again as long as it is kept.
+    """
+    return max(cosine, before / 2) if math.isfinite(cosine) else before
 
 
 def _both(

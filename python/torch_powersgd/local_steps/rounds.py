@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch_powersgd import log
 from torch_powersgd.agreement import absent_from
 from torch_powersgd.local_steps.exact import Buffers
-from torch_powersgd.local_steps.fragment import Fragment, Tensors, reshard
+from torch_powersgd.local_steps.fragment import MANY, Fragment, Tensors, reshard
 from torch_powersgd.local_steps.schedule import Schedule
 from torch_powersgd.options import Options
 
@@ -62,7 +62,7 @@ class Rounds:
         ]
         self.buffers = Buffers(found.model, found.buffers, found.group)
         self.steps = self.rounds = self.taken = self.dropped = 0
-        self.moved = False
+        self.moved = self._repeated = False
         self._model, self._move = found.model, move
         self._trained = {*found.trained.values()}
 
@@ -125,6 +125,13 @@ class Rounds:
             )
         self.dropped += dropped
         self.rounds += 1
+        if fragment.repeats and not self._repeated:
+            self._repeated = True
+            log.of(self.group).warning(
+                f"{self.kind}: in {MANY} rounds, the local steps have mostly repeated what the "
+                "factors had left out, so the model learns slowly. Use a higher "
+                "matrix_approximation_rank, or a smaller sync_every"
+            )
 
     def finish_all(self, averages: bool = False) -> None:
         """Ends the rounds in flight."""

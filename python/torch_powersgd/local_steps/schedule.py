@@ -10,6 +10,10 @@ from typing import Any
 
 from torch_powersgd.local_steps.fragment import Tensors
 from torch_powersgd.option_values import is_bool, require
+from torch_powersgd.options import Options
+
+# In a round, a matrix rank is worth more than precision.
+_DEFAULTS = {"matrix_approximation_rank": 32, "wire_dtype": "int4"}
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,17 @@ def split(parameters: Tensors, count: int) -> list[Tensors]:
     return parts
 
 
-def lay_under(options: Any, warmup_steps: int) -> Any:
-    """Returns the options of ``attach``: compression starts with the rounds after the warm-up."""
-    if options is None or isinstance(options, Mapping):
-        return {"start_powerSGD_iter": warmup_steps, **(options or {})}
-    return options
+def lay_under(options: Any, warmup_steps: int, of_group: Options) -> Any:
+    """Returns the options of ``attach``, with the defaults of local steps.
+
+    They take the place of defaults of the group. Compression starts after the warm-up.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        return options
+    usual = Options()
+    defaults = {
+        name: value
+        for name, value in _DEFAULTS.items()
+        if getattr(of_group, name) == getattr(usual, name)
+    }
+    return {**defaults, "start_powerSGD_iter": warmup_steps, **(options or {})}

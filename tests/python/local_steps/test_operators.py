@@ -49,22 +49,22 @@ class Round:
         self.allocated = begin.allocated / self.numel
 
 
-# Bytes read and written for each number: the anchor is copied (8), what is kept of the residual
-# subtracted from it (20), and the parameter subtracted (12); the largest change is found (4), and
-# the largest mean (4); the mean is subtracted from the anchor (12), which becomes the parameter
-# (28, with the residual). A delay copies the parameter (8) and then adds what has been moved since
-# (24). The factors add some.
-@pytest.mark.parametrize(("delay", "moved"), [(0, 88), (2, 120)])
+# Bytes read and written for each number. At the begin: the residual is computed (16), the anchor is
+# copied (8), what is kept of the residual subtracted from it (12), and then the parameter (12); the
+# cosine is found (16), and the largest change (4). At the end: the largest mean is found (4), and
+# the mean subtracted from the anchor (12), which becomes the parameter (36, with the residual). A
+# delay copies the parameter (8) and then adds what has been moved since (24). The factors add some.
+@pytest.mark.parametrize(("delay", "moved"), [(0, 120), (2, 152)])
 @on_ranks(2)
 def test_a_round_has_few_operators_and_waits_once(rank: int, delay: int, moved: int) -> None:
     few, many = (Round(_model(layers, torch.float32), delay) for layers in (2, 20))
     _check_names(few, many)
-    assert len(few.begin.names) <= 11, few.begin.names
-    assert len(few.finish.names) <= 12, few.finish.names
+    assert len(few.begin.names) <= 25, few.begin.names
+    assert len(few.finish.names) <= 13, few.finish.names
     assert few.waits == (0, 1)
     assert few.moved == pytest.approx(moved, rel=0.01)
-    assert few.allocated == pytest.approx(8 if delay else 4, rel=0.01)
-    assert few.finish.allocated < 0.01 * few.numel
+    assert few.allocated == pytest.approx(12 if delay else 8, rel=0.01)
+    assert few.finish.allocated == pytest.approx(4 * few.numel, rel=0.01)  # the residual
 
 
 @on_ranks(2)
@@ -72,7 +72,7 @@ def test_a_round_in_bfloat16_has_as_few(rank: int) -> None:
     few, many = (Round(_model(layers, torch.bfloat16)) for layers in (2, 20))
     _check_names(few, many)
     assert few.waits == (0, 1)
-    assert few.allocated == pytest.approx(10, rel=0.01)
+    assert few.allocated == pytest.approx(14, rel=0.01)
 
 
 def _check_names(few: Round, many: Round) -> None:
