@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,6 +109,9 @@ def run(arguments: argparse.Namespace) -> int:
                 )
             print()
             say(str(measured))
+            if advice := of_layers(measured):
+                print()
+                say(advice)
     return 0
 
 
@@ -117,24 +122,46 @@ def verdict(measured: Shadow, parameters: Sequence[torch.Tensor]) -> str:
         measured: The errors.
         parameters: The parameters that the model trains.
     """
-    errors = {
-        rank: measured.error(rank)
-        for rank in measured.ranks
-        if any(layer.rank for layer in measured.layers[rank])
-    }
-    if not errors:
+    rank = _best(measured)
+    if not rank:
         why = compressible(parameters, Options())
         return " ".join(["Nothing is compressed at these matrix ranks.", *why])
-    small = [rank for rank, error in errors.items() if error < LARGE]
-    if small:
+    error = measured.error(rank)
+    if error < LARGE:
         return (
-            f"Matrix rank {small[0]} is enough: the error of the gradients is "
-            f"{errors[small[0]]:.2f}, and below {LARGE:g} the loss hardly suffers."
+            f"Matrix rank {rank} is enough: the error of the gradients is {error:.2f}, and below "
+            f"{LARGE:g} the loss hardly suffers."
         )
-    rank = max(errors)
     return (
         f"No matrix rank up to {rank} is enough: at {rank}, the error of the gradients is "
-        f"{errors[rank]:.2f}, and above {LARGE:g} the loss is likely to suffer. Try higher --ranks."
+        f"{error:.2f}, and above {LARGE:g} the loss is likely to suffer. Try higher --ranks."
+    )
+
+
+def _best(measured: Shadow) -> int:
+    """The lowest matrix rank with a small error, or the highest. 0: nothing is compressed."""
+    ranks = [rank for rank, layers in measured.layers.items() if any(at.rank for at in layers)]
+    small = [rank for rank in ranks if measured.error(rank) < LARGE]
+    return min(small, default=max(ranks, default=0))
+
+
+def of_layers(measured: Shadow) -> str:
+    """Returns matrix ranks for the layers with the largest errors, if they are a small part."""
+    best = _best(measured)
+    compressed = [layer for layer in measured.layers.get(best, ()) if layer.rank]
+    large = [layer for layer in compressed if layer.error >= LARGE]
+    sizes = [sum(math.prod(of.shape) for of in layers) for layers in (large, compressed)]
+    if not large or 2 * sizes[0] > sizes[1]:
+        return ""
+    own = dict.fromkeys([layer.name for layer in large], 0)
+    for rank in sorted(measured.ranks, reverse=True):
+        for layer in measured.layers[rank]:
+            if layer.name in own and layer.error < LARGE:
+                own[layer.name] = rank if layer.rank else 0
+    return (
+        f"At matrix rank {best}, the error of {len(own)} of {len(compressed)} layers, up to "
+        f"{max(layer.error for layer in large):.2f}, is above {LARGE:g}. To give them others, or "
+        f'0, which averages them exactly: {{"matrix_ranks": {json.dumps(own)}}}'
     )
 
 

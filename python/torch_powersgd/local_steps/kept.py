@@ -33,7 +33,8 @@ def cosine(changes: Sequence[torch.Tensor], residuals: Residuals) -> torch.Tenso
         return torch.full((), torch.nan, device=changes[0].device)
     products = [a.flatten().float().dot(b.flatten()) for a, b in zip(moved, held, strict=True)]
     norms = [torch.stack(torch._foreach_norm(of)).norm() for of in (moved, held)]
-    return torch.stack(products).sum() / (norms[0] * norms[1])
+    found: torch.Tensor = torch.stack(products).sum() / (norms[0] * norms[1])
+    return found
 
 
 def share(cosine: float, before: float) -> float:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from support import command_line, launch, ranks
+from torch_powersgd.cli.shadow import of_layers
+from torch_powersgd.shadow_mode import Shadow, ShadowedLayer
 
 MODULE = """
 import torch
@@ -117,3 +119,20 @@ def test_parameters_without_a_gradient(tmp_path: Path) -> None:
     options = ["--step", "models_of_shadow:step", "--steps", "2", "--find-unused-parameters"]
     (status, said), _ = _two(tmp_path, *options, model="model_with_unused")
     assert status == 0, said
+
+
+def test_layers_with_a_large_error_get_matrix_ranks_of_their_own() -> None:
+    errors = {"head": (0.9, 0.5), "embedding": (0.4, 0.05), "body": (0.08, 0.01)}
+    shapes = {"head": (10, 10), "embedding": (20, 10), "body": (100, 10)}
+    shadow = object.__new__(Shadow)
+    shadow.ranks, shadow.step, shadow.steps = (4, 16), 50, 50
+    shadow._errors = {4: 0.09, 16: 0.02}
+    shadow.layers = {
+        rank: [ShadowedLayer(n, shapes[n], rank, e[i], 0, 0) for n, e in errors.items()]
+        for i, rank in enumerate(shadow.ranks)
+    }
+    advice = of_layers(shadow)
+    assert advice.startswith("At matrix rank 4, the error of 2 of 3 layers, up to 0.90, is above")
+    assert advice.endswith('{"matrix_ranks": {"head": 0, "embedding": 16}}')
+    shadow.layers = {4: shadow.layers[4][:2]}
+    assert not of_layers(shadow)  # nothing is left for which rank 4 is enough

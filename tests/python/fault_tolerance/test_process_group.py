@@ -80,10 +80,11 @@ def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, kind: str, wire: 
 def _check_kept(replica: Replica) -> None:
     """DiLoCo's parameters are the original ones less a share of what this replica has not sent."""
     (fragment,) = replica.averages.diloco._fragments
+    attached: Any = replica.group._attached[0]
     own = replica.residuals()
     for name, parameter in replica.averages.model.weights.items():
         original = fragment.original_parameters[f"weights.{name}"]
-        kept = replica.group._attached[0].kept * own.get(name, torch.zeros(()))
+        kept = attached.kept * own.get(name, torch.zeros(()))
         assert relative_error(parameter, original.double() - kept) < TOLERANCE[torch.float32], name
 
 
