@@ -81,6 +81,7 @@ def _check_kept(replica: Replica) -> None:
     """DiLoCo's parameters are the original ones less a share of what this replica has not sent."""
     (fragment,) = replica.averages.diloco._fragments
     attached: Any = replica.group._attached[0]
+    assert attached.kept
     own = replica.residuals()
     for name, parameter in replica.averages.model.weights.items():
         original = fragment.original_parameters[f"weights.{name}"]

@@ -227,7 +227,8 @@ class AttachedFragment(Attached):
         self.round = Sum(self.groups._leave)
         self.passed = 0  # the changes of the round that the manager has passed in, in order
         self.kept = 0.0  # the share of the residual that the parameters hold
-        self.cosine = torch.tensor(torch.nan)  # between the last changes and the residual
+        self.before = 0.0  # the share during the round
+        self.cosine = torch.tensor(torch.nan)  # between its changes and the residual
         _around_rounds(fragment, self.manager, self._keep, self._keep_nothing)
 
     def target(self) -> Target | None:
@@ -259,7 +260,7 @@ class AttachedFragment(Attached):
             residuals = self._states.residuals()
             if self.manager.is_participating():  # else they are zeros
                 kept.add(sent, residuals, -self.kept)
-            self.cosine = kept.cosine(sent, residuals)
+            self.cosine, self.before = kept.cosine(sent, residuals), self.kept
             self.round.begin(tensors.sum(sent))
         return self.round
 
@@ -269,7 +270,7 @@ class AttachedFragment(Attached):
         if fragment is None or self.compression.ended:
             return
         if committed:
-            self.kept = kept.share(self.cosine.item(), self.kept)
+            self.kept = kept.share(self.cosine.item(), self.before)
         parameters = [shard_of(p.detach()) for p in fragment._model_fragment.parameters()]
         kept.add(parameters, self._states.residuals(), -self.kept)
 
