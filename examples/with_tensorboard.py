@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
     dist.init_process_group("cpu:powersgd")
     torch.manual_seed(0)
     ddp = DistributedDataParallel(DigitNet(channels=32, width=256))
-    compression = torch_powersgd.attach(ddp, {"matrix_approximation_rank": 4})
+    compression = torch_powersgd.attach(ddp, matrix_approximation_rank=4)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     training, _ = read_digits()
     torch.manual_seed(dist.get_rank())  # each process draws its own batches

@@ -19,7 +19,7 @@ from torch_powersgd.compression import Compression
 from torch_powersgd.group_backends import find_backends
 from torch_powersgd.hosts import in_two_levels
 from torch_powersgd.matrices import exact_dtypes, highest_rank, is_exact
-from torch_powersgd.options import Options, rank_text, to_core
+from torch_powersgd.options import Options, rank_text, to_core, with_fields
 from torch_powersgd.proposal import agree
 from torch_powersgd.targets import Target, target_of
 from torch_powersgd.units import size_text
@@ -33,6 +33,7 @@ def attach(
     group: dist.ProcessGroup | None = None,
     register_hook: bool = True,
     previous: Compression | None = None,
+    **fields: Any,
 ) -> Compression:
     """Compresses gradients layer by layer. Collective.
 
@@ -65,6 +66,7 @@ def attach(
             step. If an optimizer did not apply the last step, call ``step_skipped`` or
             ``discard_step`` of the returned handle on every process. After an error, as when a
             process dies meanwhile, ``previous`` is as it was.
+        fields: Fields of the options, as in ``attach(ddp, matrix_approximation_rank=8)``.
 
     Returns:
         A handle, for statistics, checkpoints and steps that are not applied. The compression lasts
@@ -77,6 +79,7 @@ def attach(
     """
     found = target_of(target)
     before = previous.attachment if previous is not None else None
+    options = with_fields(options, fields)
     compression = compress(found, options, found.group(group), scaler, register_hook, before)
     _announce(compression, found)
     return compression

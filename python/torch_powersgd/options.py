@@ -266,6 +266,15 @@ def lay_over(base: Options, given: object, source: str) -> Options:
         raise ValueError(f"{source}: {error}") from None
 
 
+def with_fields(options: Any, fields: Mapping[str, Any]) -> Any:
+    """Returns the options of a call that gives some of their fields as keywords, unchecked."""
+    if not fields or not isinstance(options, Options | Mapping | None):
+        return options
+    if isinstance(options, Options):
+        options = {name: getattr(options, name) for name in _NAMES}
+    return {**(options or {}), **fields}
+
+
 def from_environment() -> Options:
     """Returns the options that the POWERSGD_* variables set, with the defaults for the rest.
 

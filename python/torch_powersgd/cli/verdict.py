@@ -178,8 +178,8 @@ def lines_to_copy(options: Options, bucket_cap_mb: int | None = None) -> str:
         for name, value in vars(options).items()
         if value != usual[name] and name != "start_powerSGD_iter"
     }
-    items = ", ".join(f'"{name}": {_as_code(value)}' for name, value in fields.items())
-    attached = f"torch_powersgd.attach(ddp, {{{items}}})"
+    items = ", ".join(f"{name}={_as_code(value)}" for name, value in fields.items())
+    attached = f"torch_powersgd.attach(ddp, {items})"
     if bucket_cap_mb is None:
         return attached
     return f"ddp = DistributedDataParallel(model, bucket_cap_mb={bucket_cap_mb})\n{attached}"

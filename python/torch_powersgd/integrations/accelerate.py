@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -44,7 +44,7 @@ _compressions: WeakKeyDictionary[Accelerator, dict[int, Compression]] = WeakKeyD
 def attach(
     accelerator: Accelerator,
     module: DistributedDataParallel | FSDPModule,
-    options: Options | None = None,
+    options: Options | Mapping[str, Any] | None = None,
 ) -> Compression:
     """Compresses the gradients of a module, and saves the state with the accelerator's. Collective.
 
@@ -56,7 +56,7 @@ def attach(
     Args:
         accelerator: The Accelerator that has prepared the module.
         module: What ``accelerator.prepare`` returned for the model.
-        options: Options, or None for those of the process group.
+        options: As in ``torch_powersgd.attach``.
 
     Returns:
         What ``torch_powersgd.attach`` returns.

@@ -15,7 +15,7 @@ examples/with_lightning.py is a whole program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class PowerSGDStrategy(DDPStrategy):
     a checkpoint without one, compression starts anew.
 
     Args:
-        options: Options, or None for those of the process group.
+        options: As in ``torch_powersgd.attach``.
         local_steps: Function of the DDP module, the optimizers and ``scaler=`` that returns a
             ``LocalSGD`` or ``DiLoCo``. It replaces ``attach``, and has options of its own. None:
             average in every step.
@@ -60,7 +60,7 @@ class PowerSGDStrategy(DDPStrategy):
 
     def __init__(
         self,
-        options: Options | None = None,
+        options: Options | Mapping[str, Any] | None = None,
         local_steps: Callable[..., LocalSGD] | None = None,
         **ddp_arguments: Any,
     ) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,9 @@ FILE = "powersgd.pt"  # in the folder of a checkpoint
 _RESUMES = "resume_from_checkpoint"
 
 
-def attach(trainer: Trainer, options: Options | None = None) -> None:
+def attach(
+    trainer: Trainer, options: Options | Mapping[str, Any] | None = None
+) -> CompressionCallback:
     """Compresses the gradients of a trainer's model, and saves the state in its checkpoints.
 
     The module is attached once ``trainer.train`` has made it. If the trainer resumes from a
@@ -52,23 +54,29 @@ def attach(trainer: Trainer, options: Options | None = None) -> None:
 
     Args:
         trainer: The Trainer, before ``train``.
-        options: Options, or None for those of the process group.
+        options: As in ``torch_powersgd.attach``.
+
+    Returns:
+        The trainer's callback. Its ``compression`` is the handle, once training has begun.
     """
-    _add(CompressionCallback(trainer, options))
+    return _add(CompressionCallback(trainer, options))
 
 
-def local_steps(trainer: Trainer, make: Callable[..., LocalSGD]) -> None:
+def local_steps(trainer: Trainer, make: Callable[..., LocalSGD]) -> CompressionCallback:
     """Makes a trainer take local steps, and saves their state in its checkpoints.
 
     Args:
         trainer: The Trainer, before ``train``.
         make: Function of the DDP module, the optimizer and ``scaler=`` that returns a ``LocalSGD``
             or ``DiLoCo``.
+
+    Returns:
+        As ``attach``.
     """
-    _add(CompressionCallback(trainer, None, make))
+    return _add(CompressionCallback(trainer, None, make))
 
 
-def _add(callback: CompressionCallback) -> None:
+def _add(callback: CompressionCallback) -> CompressionCallback:
     trainer = callback.trainer
     train = trainer.train
     signature = inspect.signature(train)
@@ -87,6 +95,7 @@ def _add(callback: CompressionCallback) -> None:
         return ended
 
     trainer.train = resuming  # type: ignore[method-assign]
+    return callback
 
 
 @overrides("transformers")
@@ -102,7 +111,7 @@ class CompressionCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
-        options: Options | None,
+        options: Options | Mapping[str, Any] | None,
         make: Callable[..., LocalSGD] | None = None,
     ) -> None:
         self.trainer = trainer

@@ -23,7 +23,7 @@ from torch_powersgd.local_steps.rounds import Rounds
 from torch_powersgd.local_steps.schedule import Schedule, lay_under
 from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.local_steps.watch import Watch
-from torch_powersgd.options import Options, from_core
+from torch_powersgd.options import Options, from_core, with_fields
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -79,6 +79,7 @@ class LocalSGD(Stateful):
         group: Group to average over, with a powersgd backend for the parameters' device. None is
             the default group. If DDP or FSDP2 works inside, it has one process of each replica.
         scaler: ``GradScaler`` of the training. The steps that it skips then count as well.
+        fields: Fields of the options, as in ``attach``.
 
     Raises:
         ValueError: On every process, if an argument is not valid, or if arguments or parameters
@@ -99,6 +100,7 @@ class LocalSGD(Stateful):
         average_buffers: bool = True,
         group: dist.ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        **fields: Any,
     ) -> None:
         model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
         several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -119,7 +121,7 @@ class LocalSGD(Stateful):
         shared = [*found.shared.values()]
         dist._broadcast_coalesced(self.group, shared, _BROADCAST_BYTES, 0)
         of_group = from_core(find_backends(self.group)[0].options.compression)
-        options = lay_under(options, warmup_steps, of_group)
+        options = lay_under(with_fields(options, fields), warmup_steps, of_group)
         self._rounds = Rounds(kind, found, self.schedule, options, self._move)
         self._fragments = self._rounds.fragments
         self._frozen = Frozen(self._model)

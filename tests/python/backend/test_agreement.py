@@ -187,6 +187,7 @@ def test_ranks_without_a_call_that_fails_are_named(rank: int) -> None:
             "options of attach: matrix_approximation_rank .*>= 1.* got 0",
         ),
         ({"options": {"rank": 4}}, "options of attach: 'rank' is not an option"),
+        ({"rank": 4}, "options of attach: 'rank' is not an option"),
         ({"options": 4}, "options of attach must be .* got int"),
     ],
 )

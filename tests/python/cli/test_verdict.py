@@ -183,8 +183,8 @@ def test_the_line_to_copy_sets_what_was_measured(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = lines_to_copy(tp.Options(**{"wire_dtype": "int8", **fields, "start_powerSGD_iter": 0}))
-    assert f'{{"matrix_approximation_rank": {fields["matrix_approximation_rank"]}' in line
-    monkeypatch.setattr(tp, "attach", lambda *arguments: arguments)
+    assert f"(ddp, matrix_approximation_rank={fields['matrix_approximation_rank']}" in line
+    monkeypatch.setattr(tp, "attach", lambda ddp, **options: (ddp, options))
     given = eval(line, {"torch_powersgd": tp, "ddp": "ddp", "torch": torch})
     assert given == ("ddp", fields)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +101,22 @@ def test_gpus_of_another_compute_capability_have_other_kernels(
     backend: Any = None
     proposal = Proposal(backend, tp.Options(), {"weight": gradient}, {})
     assert proposal.plain()["options"]["kernels"] == f"{kind} {_C.kernels_version}"
+
+
+@on_ranks(2)
+def test_keywords_are_fields_of_the_options(rank: int) -> None:
+    """However the options are given. No field has the name of another argument."""
+    for call in (tp.attach, tp.LocalSGD, tp.DiLoCo):
+        arguments = inspect.signature(call).parameters
+        assert arguments.keys().isdisjoint(vars(OTHER))
+    for given in (None, {"random_seed": 3}, OTHER):
+        own = tp.attach(make_ddp(SHAPES), given, matrix_approximation_rank=4).options
+        wanted = {"random_seed": 3} if isinstance(given, dict) else vars(given or tp.Options())
+        assert own == tp.Options(**{**wanted, "matrix_approximation_rank": 4})
+    model = Synthetic(gradients(SHAPES, 0, 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    steps = tp.LocalSGD(model, optimizer, 2, matrix_approximation_rank=4)
+    assert steps._fragments[0].compression.options.matrix_approximation_rank == 4
 
 
 @pytest.mark.parametrize("one_backward", [False, True])

@@ -426,12 +426,13 @@ def test_transformers_resumes_from_another_folder(rank: int, make: Any, tmp_path
         trainer = Trainer(
             model, settings, train_dataset=data, eval_dataset=evaluated, callbacks=[watch]
         )
-        attach(trainer, OPTIONS) if make is None else local_steps(trainer, make)
+        callback = attach(trainer, OPTIONS) if make is None else local_steps(trainer, make)
         with pytest.raises(MemoryError) if fails else nullcontext():
             trainer.train(resume_from_checkpoint=resumed)
         if fails:
             trainer.train(resume_from_checkpoint=resumed)
         assert all_agree(model.layer.weight.tolist())
+        assert callback.compression is not None
         return model.layer.weight.detach()
 
     whole = train("first", None, fails=False)
