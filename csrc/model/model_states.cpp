@@ -201,19 +201,21 @@ std::vector<at::Tensor> ModelStates::residuals() const {
 
 void ModelStates::take_residuals(double share, const std::vector<size_t>& parameters) {
   check_held();
-  const std::vector<at::Tensor> before = share < 1 ? residuals() : std::vector<at::Tensor>();
+  const std::vector<at::Tensor> found = share < 1 ? residuals() : std::vector<at::Tensor>();
   for (const c10::Device device : parameters_.devices()) {
     session_->run_after_steps(device, [&] {
       for (const size_t i : parameters) {
         ParameterState& state = *states_[i];
         if (!state.memory.defined() || parameters_[i].device() != device) continue;
         state.last_step.reset();
-        if (before.empty()) {
+        if (found.empty()) {
           state.drop_residual();
           continue;
         }
-        use_on_current_stream(before[i]);
-        state.set_residual(before[i].mul(1 - share).view(state.memory.sizes()));
+        use_on_current_stream(found[i]);
+        // What was delivered is a share of a product that TF32 may have rounded.
+        const at::Tensor taken = found[i].view(state.memory.sizes());
+        state.set_residual(state.residual().sub_(taken, share));
       }
     });
   }

@@ -140,7 +140,7 @@ def verdict(measured: Shadow, parameters: Sequence[torch.Tensor]) -> str:
 
 def _best(measured: Shadow) -> int:
     """The lowest matrix rank with a small error, or the highest. 0: nothing is compressed."""
-    ranks = [rank for rank, layers in measured.layers.items() if any(at.rank for at in layers)]
+    ranks = [rank for rank, layers in measured.layers.items() if any(of.rank for of in layers)]
     small = [rank for rank in ranks if measured.error(rank) < LARGE]
     return min(small, default=max(ranks, default=0))
 

@@ -121,7 +121,8 @@ class Fragment:
         compressed = self.attachment.reducer.compressing
         changes, buffers = self._allocate(anchors)
         starts = changes if _same_types(parameters, anchors) else _empty(parameters)
-        residuals = self._states.residuals() if compressed or self.kept else []
+        held = compressed or self.kept
+        residuals = self._states.residuals() if held else [None] * len(changes)
         self._copy_starts(starts, residuals)
         if starts is not changes:
             torch._foreach_copy_(changes, starts)
@@ -131,8 +132,7 @@ class Fragment:
         begun_at = _empty(parameters) if overlaps else []
         if overlaps:
             torch._foreach_copy_(begun_at, parameters)
-        nothing = torch.full((), torch.nan, device=changes[0].device)
-        cosine = kept.cosine(changes, residuals) if compressed else nothing
+        cosine = kept.cosine(changes, residuals)
         sent = _zero_or_nan(buffers)
         firsts = [change.view(-1)[:1] for change in changes]
         # A list, because the host would wait for a single scalar.

@@ -271,8 +271,9 @@ class AttachedFragment(Attached):
             return
         if committed:
             self.kept = kept.share(self.cosine.item(), self.before)
-        parameters = [shard_of(p.detach()) for p in fragment._model_fragment.parameters()]
-        kept.add(parameters, self._states.residuals(), -self.kept)
+        if self.kept:
+            parameters = [shard_of(p.detach()) for p in fragment._model_fragment.parameters()]
+            kept.add(parameters, self._states.residuals(), -self.kept)
 
     def _keep_nothing(self) -> None:
         """Called when what the parameters hold has become the original."""
