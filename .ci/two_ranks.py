@@ -29,6 +29,9 @@ def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps:
         optimizer.zero_grad()
         nn.functional.mse_loss(ddp(inputs), inputs.roll(1, dims=1)).backward()
         optimizer.step()
+
+
+def check_equal(ddp: DistributedDataParallel) -> None:
     mine = nn.utils.parameters_to_vector(ddp.parameters()).detach()
     first = mine.clone()
     dist.broadcast(first, 0)
@@ -43,6 +46,7 @@ def main(rank: int, folder: str) -> None:
     optimizer = torch.optim.AdamW(ddp.parameters())
     compression = torch_powersgd.attach(ddp, {"start_powerSGD_iter": 2})
     train(ddp, optimizer, 4)
+    check_equal(ddp)
     counts = compression.stats()
     assert counts["compressed_calls"] > 0, counts
     assert counts["compressed_ratio"] > 1, counts
@@ -51,6 +55,7 @@ def main(rank: int, folder: str) -> None:
         train(ddp, optimizer, 5)
         rounds = steps.stats()
         assert rounds["round_ratio"] > 2, rounds  # of the two steps, and compression
+    check_equal(ddp)  # the block ends with an exact average
     dist.destroy_process_group()
 
 
