@@ -130,14 +130,16 @@ PARTS = {
     "scaling": [Measurement("scaling", 5, "bench_scaling.py")],
     "convergence": [
         Measurement("convergence", 360, _LOSSES, picture=True),
-        Measurement("local_steps", 45, f"{_LOSSES} --stages local", picture=True),
+        Measurement("local_steps", 65, f"{_LOSSES} --stages local", picture=True),
         Measurement(
             "local_steps_4",
             30,
-            f"{_LOSSES} --ranks 4 --seeds 3 --methods plain int8-wire:16 diloco:16"
-            " diloco+wire_dtype=int4:32 torchft+lr=0.8+momentum=0.3:10",
+            f"{_LOSSES} --ranks 4 --seeds 3 --tasks language lstm --methods plain int8-wire:16"
+            " diloco+wire_dtype=int4:32 sparse"
+            " torchft+lr=0.8+momentum=0.3:10",
         ),
-        Measurement("local_steps_long", 40, f"{_LOSSES} --stages local-long --seeds 3"),
+        Measurement("local_steps_long", 55, f"{_LOSSES} --stages local-long --seeds 3"),
+        Measurement("local_steps_muon", 15, f"{_LOSSES} --stages local-muon --seeds 2"),
         Measurement("shadow", 10, "bench_convergence.py shadow"),
         Measurement("unlike_data", 5, "bench_convergence.py unlike-data"),
     ],

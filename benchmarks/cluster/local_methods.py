@@ -20,15 +20,16 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import torch_powersgd as tp
-from cluster.top_k import TopK
+from cluster.sparse_loco import SparseLoCo
 from cluster.trainees import EXACT_STEPS, Method, Parallel, Trainee
 
 # Arguments of LocalSGD, and of the outer SGD that makes it DiLoCo.
-_SCHEDULE = {
+_SCHEDULE: dict[str, Any] = {
     "sync_every": 10,
     "fragments": 1,
     "fragment_sync_delay": 0,
     "warmup_steps": EXACT_STEPS,
+    "density": None,
 }
 _OUTER = ("lr", "momentum")
 _FIELDS = tuple(tp.Options.__dataclass_fields__)
@@ -64,7 +65,7 @@ def _local(title: str, **settings: Any) -> Method:
 
     def options(rank: int, seed: int) -> tp.Options:
         chosen = {"start_powerSGD_iter": schedule["warmup_steps"], "random_seed": seed, **fields}
-        return tp.Options(matrix_approximation_rank=rank, **chosen)
+        return tp.Options(matrix_approximation_rank=max(rank, 1), **chosen)  # 0: a density
 
     options(1, 0)  # refuses wrong values
 
@@ -81,6 +82,7 @@ def _local(title: str, **settings: Any) -> Method:
         title,
         make,
         options,
+        approximates=schedule["density"] is None,
         every=schedule["sync_every"],
         settings=(*_SCHEDULE, *_OUTER, *_FIELDS),
         vary=functools.partial(_local, **settings),
@@ -132,6 +134,7 @@ class _Torchft(Trainee):
         self._store = dist.TCPStore(_own_address(), 0, is_master=True, wait_for_workers=False)
         limit = timedelta(seconds=120)
         options = {"start_powerSGD_iter": 1, **self._options}  # a round of ten steps
+        density = options.pop("density", None)
         ours = ProcessGroupPowerSGD(limit, options) if self._options else None
         self._manager = Manager(
             pg=ours or ProcessGroupGloo(timeout=limit),
@@ -153,7 +156,7 @@ class _Torchft(Trainee):
         by = _outer(self.model.parameters(), self._lr, self._momentum)
         self._steps = DiLoCo(self._manager, [self.model], optimizer, by, self._every)
         if ours:
-            ours.attach_diloco(self._steps, self._manager)
+            ours.attach_diloco(self._steps, self._manager, density)
         self._steps.__enter__()
         return optimizer
 
@@ -177,30 +180,34 @@ def _torchft(title: str, **settings: Any) -> Method:
         title.replace("exact", "compressed") if compressed else title,
         lambda model, every, seed: _Torchft(model, every, **settings),
         every=None,
+        measure="every",
         needs="torchft",
-        settings=(*_OUTER, *_FIELDS),
+        settings=(*_OUTER, *_FIELDS, "density"),
         vary=functools.partial(_torchft, **settings),
     )
 
 
-def _top_k(title: str, **settings: Any) -> Method:
+def _sparse_loco(title: str, **settings: Any) -> Method:
     return Method(
         title,
-        lambda model, kept, seed: TopK(model, kept, **settings),
+        lambda model, kept, seed: SparseLoCo(model, kept, **settings),
         every=settings.get("sync_every", 10),
-        settings=("sync_every", "share", "over_all"),
-        vary=_top_k,
+        measure="top",
+        settings=("sync_every",),
+        vary=_sparse_loco,
     )
 
 
 METHODS = {
     "local-sgd": _local("ours, LocalSGD"),
     "diloco": _local("ours, DiLoCo", lr=0.8, momentum=0.3, fragments=5),
-    "top-k": _top_k("SparseLoCo's codec, of 4096"),
+    "sparse": _local("ours, DiLoCo, sparse", lr=0.8, momentum=0.3, fragments=5, density=1 / 16),
+    "sparse-loco": _sparse_loco("SparseLoCo, of 4096"),
     "torchft": _torchft("torchft's DiLoCo, exact", lr=0.7, momentum=0.9),  # DiLoCo's
     "post-local-sgd": Method(
         "torch's PostLocalSGDOptimizer",
         lambda model, every, seed: _PostLocal(model, every),
         every=None,
+        measure="every",
     ),
 }

@@ -152,8 +152,8 @@ class Contender(NamedTuple):
 
     @property
     def title(self) -> str:
-        measure = "rank" if self.how.every else "every"
-        return self.how.title if self.rank is None else f"{self.how.title}, {measure} {self.rank}"
+        how = self.how
+        return how.title if self.rank is None else f"{how.title}, {how.measure} {self.rank}"
 
     @property
     def how(self) -> Method:

@@ -89,6 +89,7 @@ class Method:
     options: Callable[[int, int], tp.Options] | None = None  # of its group; matrix rank, seed
     approximates: bool = True  # by factors of a matrix rank, or by local steps
     every: int | None = 1  # steps from one average to the next; None: given as the rank
+    measure: str = "rank"  # what else than a matrix rank is given as the rank
     needs: str = ""  # a Python module
     one_level: bool = False  # sums as if each process were on a host of its own
     variables: Mapping[str, str] = field(default_factory=dict)  # of its processes' environment

@@ -26,7 +26,8 @@ STYLES = {
 LOCAL_STYLES = {
     "local-sgd": ("#0072b2", "^", "none"),
     "diloco": ("#009e73", "^", "none"),
-    "top-k": ("#e69f00", "v", "none"),
+    "sparse": ("#d55e00", "v", "none"),
+    "sparse-loco": ("#e69f00", "v", "none"),
     "post-local-sgd": ("#999999", "P", "none"),
     "torchft": ("#cc79a7", "X", "none"),
 }

@@ -8,7 +8,6 @@ all-reduce.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +18,18 @@ from cluster.methods import Contender, named
 from cluster.trainees import Trainee
 from torch import nn
 
-ADAMW, SGD = "AdamW", "SGD with momentum"
+from convergence.muon import MuonAndAdamW
+
+ADAMW, SGD, MUON = "AdamW", "SGD with momentum", "Muon"
 # As in the examples. The trainer sets the learning rate.
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
-    ADAMW: functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
-    SGD: functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=1e-4),
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    ADAMW: lambda model: torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    ),
+    SGD: lambda model: torch.optim.SGD(
+        model.parameters(), momentum=0.9, nesterov=True, weight_decay=1e-4
+    ),
+    MUON: MuonAndAdamW,
 }
 
 
@@ -72,7 +78,7 @@ class Task:
         example = importlib.import_module(module)
         words = [*self.arguments.split(), "--seed", str(seed)]
         trainer = getattr(example, name)(example.options().parse_args(words), wrap)
-        optimizer = OPTIMIZERS[self.optimizer](trainer.model.parameters())
+        optimizer = OPTIMIZERS[self.optimizer](trainer.model)
         trainer.optimizer = made[0].optimized_by(optimizer)
         return trainer, made[0]
 
@@ -118,6 +124,7 @@ TASKS = {
     ),
     **VARIANTS,
     "language-long": LANGUAGE.but("--steps 2000", note=", 2000 steps"),
+    "language-muon": LANGUAGE.but("--lr 2e-3", optimizer=MUON),
 }
 
 
@@ -132,6 +139,8 @@ class Stage(NamedTuple):
         return named(self.methods)
 
 
+_EXACT = "torchft+lr=0.8+momentum=0.3:10"
+_SPARSE = "sparse sparse+density=0.03125 sparse-loco:256"
 # The most informative first, in case time runs out.
 STAGES = {
     "front": Stage(
@@ -153,14 +162,17 @@ STAGES = {
         [*MODELS],
         "plain int8-wire:1,16 local-sgd:16 local-sgd+fragments=5:16 diloco:16 "
         "diloco+fragment_sync_delay=5:16 diloco+wire_dtype=int4:32 diloco+sync_every=30:16,32 "
-        "diloco+sync_every=100:32 top-k:128 top-k+share=0.5:128 post-local-sgd:10 "
-        "torchft+lr=0.8+momentum=0.3:10 torchft:30 "
+        f"diloco+sync_every=100:32 {_SPARSE} sparse-loco:128 post-local-sgd:10 {_EXACT} torchft:30 "
         "torchft+lr=0.8+momentum=0.3+matrix_approximation_rank=32+wire_dtype=int4:10",
+    ),
+    "local-muon": Stage(
+        ["language-muon"],
+        f"plain int8-wire:16,32 diloco+wire_dtype=int4:32 {_SPARSE} {_EXACT}",
     ),
     "local-long": Stage(
         ["language-long"],
         "plain int8-wire:16 diloco+wire_dtype=int4:32 diloco+sync_every=30:32 "
-        "diloco+sync_every=100:32 top-k:128 top-k+share=0.5:128 torchft+lr=0.8+momentum=0.3:10",
+        f"diloco+sync_every=100:32 {_SPARSE} {_EXACT}",
     ),
 }
 USUAL = ("front", "curve", "large", "variants")  # those of convergence.json

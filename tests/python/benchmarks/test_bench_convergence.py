@@ -69,7 +69,8 @@ def test_every_model_learns(tmp_path: Path) -> None:
 def test_local_steps_learn(tmp_path: Path) -> None:
     methods = (
         *("post-local-sgd:2", "local-sgd+sync_every=2:4", "diloco+sync_every=2+fragments=2:4"),
-        "top-k+sync_every=2+share=0.25:128",
+        "sparse+sync_every=2+fragments=1",
+        "sparse-loco+sync_every=2:128",
     )
     record = _train(tmp_path, "--tasks", "digits", "--methods", "plain", *methods)
     (digits,) = record["tasks"].values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cluster.top_k import BINS, BLOCK, pack, unpack
+from cluster.sparse_loco import BINS, BLOCK, pack, unpack
 
 from support.synthetic import gradient
 

@@ -21,30 +21,20 @@ BINS = 4  # of two bits
 _CODES, _BYTES = 4, 7  # so many codes of 14 bits take so many bytes
 
 
-class TopK(Trainee):
+class SparseLoCo(Trainee):
     """A model trained with local steps, from when its optimizer is known.
 
     Args:
         model: The model.
         kept: Of 4096 numbers, those that a round sends.
         sync_every: Number of steps from one round to the next.
-        share: Of a process's residual, the part that its parameters keep.
-        over_all: Whether a number is averaged over all processes instead of its senders.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        kept: int,
-        sync_every: int = 10,
-        share: float = 0.0,
-        over_all: bool = False,
-    ) -> None:
+    def __init__(self, model: nn.Module, kept: int, sync_every: int = 10) -> None:
         super().__init__(model)
-        self.kept, self.sync_every, self.share, self.over_all = kept, sync_every, share, over_all
+        self.kept, self.sync_every = kept, sync_every
         self.steps = 0
         self.anchors = _flat_copies(model)
-        self.starts = _flat_copies(model)
         self.residuals = [torch.zeros_like(anchor) for anchor in self.anchors]
 
     def optimized_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -63,19 +53,18 @@ class TopK(Trainee):
 
     @torch.no_grad()
     def _average(self) -> None:
-        for parameter, anchor, start in zip(
-            self.model.parameters(), self.anchors, self.starts, strict=True
-        ):
+        for parameter, anchor in zip(self.model.parameters(), self.anchors, strict=True):
             dist.all_reduce(parameter.data)
             parameter.div_(dist.get_world_size())
             anchor.copy_(parameter.view(-1))
-            start.copy_(anchor)
 
     @torch.no_grad()
     def _have_round(self) -> None:
         parameters = [parameter.view(-1) for parameter in self.model.parameters()]
-        for parameter, start, residual in zip(parameters, self.starts, self.residuals, strict=True):
-            residual.mul_(DECAY).add_(start - parameter)
+        for parameter, anchor, residual in zip(
+            parameters, self.anchors, self.residuals, strict=True
+        ):
+            residual.mul_(DECAY).add_(anchor - parameter)
         packets = [pack(residual, self.kept) for residual in self.residuals]
         mine = torch.cat(packets)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -89,11 +78,8 @@ class TopK(Trainee):
                 senders[places] += 1
                 if rank == dist.get_rank():
                     residual[places] -= values
-            if self.over_all:
-                senders.fill_(dist.get_world_size())
             self.anchors[i] -= total / senders.clamp(min=1)
-            self.starts[i] = self.anchors[i] - self.share * residual
-            parameters[i].copy_(self.starts[i])
+            parameters[i].copy_(self.anchors[i])
 
 
 def _flat_copies(model: nn.Module) -> list[torch.Tensor]:
