@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_powersgd import checkpoint
 from torch_powersgd._core import _C
 from torch_powersgd.option_values import require
+from torch_powersgd.sparse import Sparse
 from torch_powersgd.targets import Target, shard_of
 from torch_powersgd.targets.misuse import Residual, watch_use
 
@@ -38,6 +39,7 @@ class Attachment:
         ended: Why it has ended, or nothing while it lives.
         kept: The reducer, as long as it lives or its states can be taken over.
         tensors: The gradients of an attachment to named tensors.
+        sparse: What averages them instead, in local steps with a density.
         residual: What is known of the residual of a DDP wrapper.
     """
 
@@ -54,6 +56,7 @@ class Attachment:
         self.ended = ""
         self.kept: _C.BucketReducer | None = reducer
         self.tensors: _C.NamedTensors | None = None
+        self.sparse: Sparse | None = None
         self.residual: Residual | None = None
         self._module: ref[torch.nn.Module] | None = None
         self.shard, self._apart = target.shard(group), apart
@@ -95,7 +98,25 @@ class Attachment:
             self.residual.note_moved(reducer)
         if self.tensors is not None:
             self.tensors = _C.NamedTensors(reducer, self._bucket_bytes)
+        if self.sparse is not None:
+            self.sparse.group = group
         self.group, self.kept = group, reducer
+
+    @property
+    def compressing(self) -> bool:
+        """Whether the next step is compressed."""
+        if self.sparse is None:
+            return self.reducer.compressing
+        start = self.starts_at
+        return self.reducer.active and start is not None and self.reducer.states.step >= start
+
+    @property
+    def starts_at(self) -> int | None:
+        """The first step that is compressed, or None if none will be."""
+        if self.sparse is None:
+            return self.reducer.starts_at
+        start: int = self.reducer.states.options.start_powerSGD_iter
+        return start if self.group.size() > 1 else None
 
     def end(self, reason: str) -> None:
         """Ends it: gradients are averaged exactly, and the states are freed."""
@@ -155,7 +176,18 @@ class Attachment:
             place: Its place in the whole state, for messages.
         """
         keys = {per_rank: self.key(per_rank) for per_rank in (False, True)}
-        return checkpoint.read(self.reducer.states, state_dict, keys, place)
+        return checkpoint.read(self.reducer.states, state_dict, keys, place, self.sparse)
+
+    def load(self, loaded: checkpoint.Loaded) -> None:
+        """Takes over a state that ``read`` has returned."""
+        loaded.into(self.reducer.states, self.sparse)
+
+    def counts(self) -> dict[str, Any]:
+        """Returns what was sent, and how often, as ``BucketReducer.stats`` does."""
+        counts = self.reducer.stats()
+        if self.sparse is not None:
+            self.sparse.add_to(counts)
+        return counts
 
 
 def bucket_bytes(target: Target) -> int:

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_powersgd import schema
 from torch_powersgd._core import _C
 from torch_powersgd.option_values import must_be, require, shown
 from torch_powersgd.options import from_core, to_plain
-from torch_powersgd.schema import Schema
+from torch_powersgd.schema import Exactly, Schema
+from torch_powersgd.sparse import Sparse
 
+_RESIDUAL = ("residual",)  # the fields of a parameter with ``Sparse``
 _PARTS = ("shard ", "process ")  # prefixes of the keys of parts
 _HEADER: dict[str, Schema] = {
     "version": schema.equal_to(schema.VERSION),
@@ -44,15 +47,22 @@ def _check_mean_q(place: str, value: Any) -> None:
     require(fits, schema.named(place), f"a matrix of 1 to {_C.max_rank} rows", value)
 
 
-def of_states(states: _C.ModelStates, per_rank: bool) -> dict[str, Any]:
+def of_states(
+    states: _C.ModelStates, per_rank: bool, sparse: Sparse | None = None
+) -> dict[str, Any]:
     """Returns the state of a checkpoint. Collective without ``per_rank``."""
-    fields = _fields(per_rank)
-    exports: Sequence[Any] = states.export_local() if per_rank else states.export_state()
-    parameters = {
-        of.name: {field: getattr(of, field) for field in fields}
-        for of in exports
-        if per_rank or of.residual is not None
-    }
+    fields: Collection[str] = _RESIDUAL if sparse is not None else _fields(per_rank)
+    parameters: dict[str, dict[str, Any]]
+    if sparse is not None:
+        residuals = sparse.export(per_rank)
+        parameters = {states.names[i]: {"residual": of} for i, of in residuals.items()}
+    else:
+        exports: Sequence[Any] = states.export_local() if per_rank else states.export_state()
+        parameters = {
+            of.name: {field: getattr(of, field) for field in fields}
+            for of in exports
+            if per_rank or of.residual is not None
+        }
     for name, entry in parameters.items():
         entry[schema.CHECKSUM] = schema.sum_of(name, entry, fields)
     state: dict[str, Any] = {
@@ -76,6 +86,7 @@ class Loaded:
         grad_scale: Units of the residuals in a state without ``per_rank``.
         per_rank: Whether it is one process's own.
         entries: Its entries, in the core's form.
+        residuals: Those of ``Sparse``, by the parameter's index.
         same: What must be equal on all processes, in JSON types.
     """
 
@@ -83,17 +94,26 @@ class Loaded:
     grad_scale: float
     per_rank: bool
     entries: list[Any]
+    residuals: dict[int, torch.Tensor]
     same: dict[str, Any]
 
-    def into(self, states: _C.ModelStates) -> None:
-        """Loads the state into ``states``."""
+    def into(self, states: _C.ModelStates, sparse: Sparse | None = None) -> None:
+        """Loads the state."""
         if self.per_rank:
             states.load_local(self.entries, self.step)
         else:
             states.load_state(self.entries, self.step, self.grad_scale)
+        if sparse is not None:
+            sparse.load(self.residuals)
 
 
-def read(states: _C.ModelStates, state: Any, keys: dict[bool, str], place: str = "") -> Loaded:
+def read(
+    states: _C.ModelStates,
+    state: Any,
+    keys: dict[bool, str],
+    place: str = "",
+    sparse: Sparse | None = None,
+) -> Loaded:
     """Checks a saved state, which may hold anything, and returns it.
 
     Args:
@@ -101,6 +121,7 @@ def read(states: _C.ModelStates, state: Any, keys: dict[bool, str], place: str =
         state: Argument of ``load_state_dict``.
         keys: Key of this process's state, with ``per_rank`` and without. It may be empty.
         place: Place of the state in a larger one, for messages.
+        sparse: What holds the residuals, if not the states.
 
     Raises:
         ValueError: If it does not fit.
@@ -109,8 +130,18 @@ def read(states: _C.ModelStates, state: Any, keys: dict[bool, str], place: str =
     schema.check(place, own, {**_HEADER, "parameters": schema.by_name})
     sums, entries = [schema.verify(place, "", own, _HEADER)], []
     per_rank, scale = own["per_rank"], float(own["grad_scale"])
-    for name, entry in sorted(own["parameters"].items()):
+    parameters = own["parameters"]
+    residuals: dict[int, torch.Tensor] = {}
+    if sparse is not None:
+        held = {states.names[i]: of for i, of in sparse.held().items()}
+        wanted = {name: {"residual": schema.like(of)} for name, of in held.items()}
+        schema.check(schema.entry(place, "parameters"), parameters, Exactly(wanted))
+        residuals = {i: parameters[states.names[i]]["residual"] for i in sparse.held()}
+    for name, entry in sorted(parameters.items()):
         at = schema.entry(schema.entry(place, "parameters"), name)
+        if sparse is not None:
+            sums.append(schema.verify(at, name, entry, _RESIDUAL))
+            continue
         if per_rank:
             schema.check(at, entry, {"grad_scale": schema.units})
         fields = _fields(per_rank, float(entry["grad_scale"]) if per_rank else scale)
@@ -121,7 +152,7 @@ def read(states: _C.ModelStates, state: Any, keys: dict[bool, str], place: str =
     same = {"step": own["step"], "per_rank": per_rank}
     if not per_rank:
         same["checksum of the state without per_rank"] = schema.checksum(sums)
-    return Loaded(own["step"], scale, per_rank, entries, same)
+    return Loaded(own["step"], scale, per_rank, entries, residuals, same)
 
 
 def _own_part(state: Any, keys: dict[bool, str], place: str) -> Any:

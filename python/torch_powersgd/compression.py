@@ -142,7 +142,7 @@ class Compression(Stateful):
         """
         reducer = self._reducer
         stats.notify_if_not_started(reducer, self._log)
-        return stats.of_attached(reducer, per_layer, residual_norms, flat)
+        return stats.of_attached(self.attachment, per_layer, residual_norms, flat)
 
     def reset_stats(self) -> None:
         """Sets the counts of ``stats`` to zero, except ``steps``."""
@@ -181,7 +181,7 @@ class Compression(Stateful):
         states = self._reducer.states
         if not per_rank:
             self._agree_on_step("state_dict")
-        state = checkpoint.of_states(states, per_rank)
+        state = checkpoint.of_states(states, per_rank, self.attachment.sparse)
         if self.attachment.residual is not None:
             self.attachment.residual.note_saved()
         key = self.attachment.key(per_rank)
@@ -210,8 +210,8 @@ class Compression(Stateful):
             return loaded, loaded.same
 
         loaded = self._agree("load_state_dict", make)
-        loaded.into(self._reducer.states)
-        count = len(loaded.entries)
+        self.attachment.load(loaded)
+        count = len(loaded.entries) + len(loaded.residuals)
         many = "parameter" if count == 1 else "parameters"
         self._log.notice(
             f"loaded the state of step {loaded.step}, with the residuals of {count} {many}"
@@ -292,7 +292,7 @@ class Compression(Stateful):
     def __str__(self) -> str:
         if self.ended:
             return f"{type(self).__name__}: {self.attachment.ended}"
-        return stats.summary(self._reducer, self.group, self.options)
+        return stats.summary(self.attachment, self.options)
 
     __repr__ = __str__
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -14,6 +14,9 @@ from torch_powersgd.group_backends import find_backends, group_or_default
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options, rank_text
 from torch_powersgd.units import size_text
+
+if TYPE_CHECKING:
+    from torch_powersgd.attachment import Attachment
 
 _COMPUTED = ("project", "orthogonalize", "back_project", "reconstruct")
 
@@ -51,35 +54,42 @@ def stats(group: dist.ProcessGroup | None = None, *, flat: bool = False) -> dict
 
 
 def of_attached(
-    reducer: _C.BucketReducer, per_layer: bool, residual_norms: bool, flat: bool
+    attachment: Attachment, per_layer: bool, residual_norms: bool, flat: bool
 ) -> dict[str, Any]:
     """Returns the counts of what was attached, as ``Compression.stats`` documents them."""
+    states = attachment.reducer.states
     total = {
-        "compressing": reducer.compressing,
-        "starts_at": reducer.starts_at,
-        **_with_ratios(reducer.stats()),
-        "steps": reducer.states.step,
+        "compressing": attachment.compressing,
+        "starts_at": attachment.starts_at,
+        **_with_ratios(attachment.counts()),
+        "steps": states.step,
     }
-    layers = reducer.states.layers() if residual_norms or per_layer else []
+    layers = {}
+    if residual_norms or per_layer:
+        layers = {layer.name: _last_step(layer) for layer in states.layers()}
+        if attachment.sparse is not None:
+            for i, counts in attachment.sparse.by_tensor().items():
+                layers[states.names[i]] |= counts
     if residual_norms:
-        total["residual_norms"] = {layer.name: layer.residual for layer in layers}
+        total["residual_norms"] = {name: layer["residual"] for name, layer in layers.items()}
     if per_layer:
-        total["layers"] = {layer.name: _last_step(layer) for layer in layers}
+        total["layers"] = layers
     return dict(_scalars(total)) if flat else total
 
 
-def summary(reducer: _C.BucketReducer, group: dist.ProcessGroup, options: Options) -> str:
+def summary(attachment: Attachment, options: Options) -> str:
     """Says in up to four lines what is compressed, what was sent, and whether that helps."""
-    states, counts = reducer.states, reducer.stats()
-    outline = states.outline()
+    states, counts, group = attachment.reducer.states, attachment.counts(), attachment.group
+    outline, sparse = states.outline(), attachment.sparse
     wire = "float32" if options.wire_dtype is None else dtype_name(options.wire_dtype)
     if group.size() == 1 and not counts["bytes_before"]:
         return f"Compression over 1 process, which has nothing to send\n  step {states.step}"
     processes = "1 process" if group.size() == 1 else f"{group.size()} processes"
+    compressed = outline.compressed_parameters if sparse is None else len(sparse.held())
+    by = f"matrix rank {rank_text(options)} in {wire}" if sparse is None else sparse.described
     lines = [
-        f"Compression over {processes}: {outline.compressed_parameters} of "
-        f"{outline.parameters} parameters at matrix rank {rank_text(options)} in "
-        f"{wire}, from step {options.start_powerSGD_iter} on"
+        f"Compression over {processes}: {compressed} of {outline.parameters} parameters at {by}, "
+        f"from step {options.start_powerSGD_iter} on"
     ]
     if counts["steps"] == 0:
         return "\n  ".join([*lines, f"step {states.step}: nothing has been reduced yet"])
@@ -89,12 +99,12 @@ def summary(reducer: _C.BucketReducer, group: dist.ProcessGroup, options: Option
     if packed and (packed, whole) != (after, before):
         fewer += f", {ratio(whole, packed):.1f} x where compressed"
     skipped = f", {counts['skipped_steps']} skipped" if counts["skipped_steps"] else ""
-    following = "compressed" if reducer.compressing else "exact"
+    following = "compressed" if attachment.compressing else "exact"
     lines += [
         f"step {states.step}{skipped}: the next one is {following}",
         f"sent {size_text(after)} instead of {size_text(before)} ({fewer})",
     ]
-    if states.loss_scale.device.type == "cpu":
+    if states.loss_scale.device.type == "cpu" and sparse is None:
         lines += _benefit(counts, group.size())
     return "\n  ".join(lines)
 

@@ -29,6 +29,7 @@ from torch_powersgd.local_steps.watch import takes_local_steps
 from torch_powersgd.optimizer_steps import parameters_of
 from torch_powersgd.option_values import require
 from torch_powersgd.proposal import described, first_difference
+from torch_powersgd.sparse import check_density
 from torch_powersgd.targets import shard_of
 from torch_powersgd.targets.ddp import in_local_steps
 from torch_powersgd.targets.fsdp_units import own_replicas
@@ -46,6 +47,7 @@ class Arguments:
     optimizers: Sequence[Optimizer]
     schedule: Schedule
     average_buffers: bool
+    density: float | None
     group: dist.ProcessGroup | None
     scaler: torch.amp.GradScaler | None
     check_trained: Callable[[Tensors], None]
@@ -64,6 +66,7 @@ def agree(function: str, arguments: Arguments) -> Found:
         numbers = {
             **dataclasses.asdict(arguments.schedule),
             "number of buffers": len(found.buffers),
+            "density": arguments.density,
         }
         return found, {**numbers, "tensors": described(found.shared)}
 
@@ -95,6 +98,11 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
         require(isinstance(value, kind), name, text, type(value))
     _check_optimizers(arguments.optimizers)
     schedule.check()
+    if (density := arguments.density) is not None:
+        check_density(density)
+        devices = sorted({str(p.device) for p in model.parameters() if p.requires_grad})
+        one = "None if the parameters are on several devices"
+        require(len(devices) <= 1, "density", f"{one} ({', '.join(devices)})", density)
     _check_averages(model, group)
     module = model.module if isinstance(model, DistributedDataParallel) else model
     reshard(module)

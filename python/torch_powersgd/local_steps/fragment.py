@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torch_powersgd._core import _C
+from torch_powersgd.agreement import absent_from
 from torch_powersgd.attach import compress
 from torch_powersgd.local_steps import kept
 from torch_powersgd.matrices import as_reals
 from torch_powersgd.options import Options
+from torch_powersgd.sparse import InFlight, Sparse
 from torch_powersgd.targets import TensorsByName, shard_of
 
 Tensors = dict[str, torch.Tensor]
@@ -31,7 +34,8 @@ class _Round:
     """A round in flight, of what this process holds, as real numbers.
 
     Attributes:
-        work: Work that replaces the changes with their means.
+        work: Work that replaces the changes with their means, or an average of ``Sparse``, which
+            returns them.
         compressed: Whether they are compressed.
         changes: Changes, in the order of the parameters.
         buffers: Memory of the changes.
@@ -40,7 +44,7 @@ class _Round:
         cosine: Cosine between the changes and the residual before the round; NaN if it was zero.
     """
 
-    work: dist.Work
+    work: dist.Work | InFlight
     compressed: bool
     changes: List
     buffers: List
@@ -65,6 +69,7 @@ class Fragment:
         options: Options of the compression, as in ``attach``.
         group: Group to average over.
         family: Names of the parameters of all fragments.
+        density: Share of the changes to send in place of factors, as of ``Sparse``.
 
     Attributes:
         kept: Share of the residual that the start holds.
@@ -76,11 +81,14 @@ class Fragment:
         options: Options | Mapping[str, Any] | None,
         group: dist.ProcessGroup,
         family: Collection[str],
+        density: float | None = None,
     ) -> None:
         self.parameters = parameters
         self.anchors = {name: at_least_float32(p).clone() for name, p in parameters.items()}
         self.compression = compress(TensorsByName(self.anchors, family), options, group)
         self.attachment = self.compression.attachment
+        self.sparse = Sparse(_local(self.anchors), density, group) if density else None
+        self.attachment.sparse = self.sparse
         self.kept = 0.0
         self._lately: deque[float] = deque(maxlen=MANY)
         self._round: _Round | None = None
@@ -93,6 +101,8 @@ class Fragment:
     @property
     def round_bytes(self) -> int:
         """The bytes that a compressed round sends."""
+        if self.sparse is not None:
+            return self.sparse.nbytes
         return self.attachment.reducer.states.outline().bytes_after
 
     @property
@@ -107,7 +117,7 @@ class Fragment:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def begin(self, overlaps: bool, find_absent: Callable[[], str]) -> None:
+    def begin(self, overlaps: bool, deed: str) -> None:
         """Sends the changes. Waits neither for the other processes nor for the device.
 
         If a parameter is not finite here, nothing of this process's round can be averaged: a NaN in
@@ -115,11 +125,12 @@ class Fragment:
 
         Args:
             overlaps: Whether local steps are taken before ``finish``.
-            find_absent: Function to call if the round fails, as of ``agreement.absent_from``.
+            deed: What this process does, as in ``agreement.absent_from``, if the round fails.
         """
         anchors, parameters = _local(self.anchors), _local(self.parameters)
-        compressed = self.attachment.reducer.compressing
-        changes, buffers = self._allocate(anchors)
+        compressed = self.attachment.compressing
+        sparse = self.sparse if compressed else None
+        changes, buffers = sparse.allocate() if sparse else self._allocate(anchors)
         starts = changes if _same_types(parameters, anchors) else _empty(parameters)
         held = compressed or self.kept
         residuals = self._states.residuals() if held else [None] * len(changes)
@@ -132,12 +143,19 @@ class Fragment:
         begun_at = _empty(parameters) if overlaps else []
         if overlaps:
             torch._foreach_copy_(begun_at, parameters)
-        cosine = kept.cosine(changes, residuals)
+        compared = residuals if self.sparse is None else [None] * len(changes)
+        cosine = kept.cosine(changes, compared)
         sent = _zero_or_nan(buffers)
         firsts = [change.view(-1)[:1] for change in changes]
         # A list, because the host would wait for a single scalar.
         torch._foreach_add_(firsts, [sent.view(1)] * len(firsts))
-        work = self.attachment.all_reduce(changes, find_absent)
+        work: dist.Work | InFlight
+        if sparse is not None:
+            work = sparse.send(buffers, deed)
+            self.attachment.reducer.end_step()
+        else:
+            find_absent = partial(absent_from, self.compression.group, deed)
+            work = self.attachment.all_reduce(changes, find_absent)
         self._round = _Round(work, compressed, changes, buffers, begun_at, sent, cosine)
 
     def _allocate(self, like: List) -> tuple[List, List]:
@@ -170,22 +188,30 @@ class Fragment:
         assert self._round is not None
         self._round.work.wait()
         done, self._round = self._round, None
+        means, buffers = done.changes, done.buffers
+        if isinstance(done.work, InFlight):
+            means, buffers = done.work.receive()
         parameters = _local(self.parameters)
         # The only wait of the host for the device, unless a number is not finite.
-        numbers = [done.sent, _zero_or_nan(done.buffers), done.cosine]
+        numbers = [done.sent, _zero_or_nan(buffers), done.cosine]
         sent, delivered, cosine = torch.stack(numbers).tolist()
         name = "" if sent == 0 else self._not_finite(done.begun_at or parameters)
-        finite = [delivered == 0 or bool(mean.isfinite().all()) for mean in done.changes]
-        named = zip(self.anchors, done.changes, finite, strict=True)
+        finite = [delivered == 0 or bool(mean.isfinite().all()) for mean in means]
+        named = zip(self.anchors, means, finite, strict=True)
         update(self, {name: mean for name, mean, fits in named if fits})
+        if isinstance(done.work, InFlight):
+            done.work.keep(finite)
         if self.kept and not done.compressed:
             averaged = [i for i, fits in enumerate(finite) if fits]
             self._states.take_residuals(self.kept, averaged)
         if not done.compressed:
             self.kept = 0.0
         elif delivered == 0:
-            self.kept = kept.share(cosine, self.kept)
-            self._lately.append(self.kept)
+            if self.sparse is None:
+                self.kept = kept.share(cosine, self.kept)
+                self._lately.append(self.kept)
+            else:
+                self.kept = kept.OF_SPARSE
         residuals = self._states.residuals() if self.kept else []
         if starts := done.begun_at:  # The steps since then are kept.
             torch._foreach_sub_(parameters, starts)
@@ -208,8 +234,9 @@ class Fragment:
             torch._foreach_copy_(to, starts)
 
     @property
-    def _states(self) -> _C.ModelStates:
-        return self.attachment.reducer.states
+    def _states(self) -> _C.ModelStates | Sparse:
+        """What holds the residuals."""
+        return self.attachment.reducer.states if self.sparse is None else self.sparse
 
     def _not_finite(self, begun_at: List) -> str:
         """Returns the name of the first parameter whose change from its anchor is not finite."""

@@ -37,6 +37,11 @@ def cosine(changes: Sequence[torch.Tensor], residuals: Residuals) -> torch.Tenso
     return found
 
 
+# With ``Sparse``, where a number that one process has sent moves the model whole. With a smaller
+# share, AdamW outruns the rounds; with a larger one, the processes' models differ too much.
+OF_SPARSE = 0.5
+
+
 def share(cosine: float, before: float) -> float:
     """Returns the share to keep after a round with this cosine, by that of the round before.
 

@@ -6,14 +6,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torch_powersgd import log
-from torch_powersgd.agreement import absent_from
 from torch_powersgd.local_steps.exact import Buffers
 from torch_powersgd.local_steps.fragment import MANY, Fragment, Tensors, reshard
 from torch_powersgd.local_steps.schedule import Schedule
@@ -41,6 +39,7 @@ class Rounds:
         schedule: When rounds begin and end.
         options: Options of the compression, as in ``attach``.
         move: Function that moves the anchors of a fragment by the mean changes.
+        density: As of ``Fragment``.
 
     Attributes:
         steps, rounds: Numbers since the start of training.
@@ -55,10 +54,12 @@ class Rounds:
         schedule: Schedule,
         options: Options | Mapping[str, Any] | None,
         move: Callable[[Fragment, Tensors], None],
+        density: float | None = None,
     ) -> None:
         self.kind, self.group, self.schedule = kind, found.group, schedule
         self.fragments = [
-            Fragment(part, options, found.group, found.trained.keys()) for part in found.parts
+            Fragment(part, options, found.group, found.trained.keys(), density)
+            for part in found.parts
         ]
         self.buffers = Buffers(found.model, found.buffers, found.group)
         self.steps = self.rounds = self.taken = self.dropped = 0
@@ -108,8 +109,7 @@ class Rounds:
                     f"now, so it is not averaged. Call detach() and create {self.kind} again"
                 )
         for fragment in fragments:
-            call = f"begun round {self.begun + 1} of {self.kind}"
-            fragment.begin(overlaps, partial(absent_from, self.group, call))
+            fragment.begin(overlaps, f"begun round {self.begun + 1} of {self.kind}")
 
     def finish(self, fragment: Fragment, averages: bool = False) -> None:
         """Ends the round in flight, if any. ``averages``: without an outer optimizer."""

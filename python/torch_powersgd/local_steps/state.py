@@ -62,7 +62,7 @@ def load(
     parts = [state["fragments"][str(i)] for i in range(len(fragments))]
     for fragment, part, compression in zip(fragments, parts, loaded, strict=True):
         fragment.discard()  # Its mean would move parameters that may have been loaded already.
-        compression.into(fragment.attachment.reducer.states)
+        fragment.attachment.load(compression)
         with torch.no_grad():
             for name, anchor in fragment.anchors.items():
                 anchor.copy_(part["anchors"][name])

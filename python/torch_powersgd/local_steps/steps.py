@@ -20,7 +20,7 @@ from torch_powersgd.local_steps.admission import Arguments
 from torch_powersgd.local_steps.exact import Frozen
 from torch_powersgd.local_steps.fragment import Fragment, Tensors, reshard
 from torch_powersgd.local_steps.rounds import Rounds
-from torch_powersgd.local_steps.schedule import Schedule, lay_under
+from torch_powersgd.local_steps.schedule import Schedule, lay_under, without_factors
 from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.local_steps.watch import Watch
 from torch_powersgd.options import Options, from_core, with_fields
@@ -73,6 +73,10 @@ class LocalSGD(Stateful):
         fragment_sync_delay: Number of steps that training continues while a round is in flight,
             less than ``sync_every``. The round keeps what they have changed.
         warmup_steps: Number of steps at the start that each end with a round of all parameters.
+        density: Share of the changes that a process sends, > 0 and <= 1. Of 256 numbers side by
+            side, the largest are sent in 10 bits each, and each number is averaged over the
+            processes that sent it (after SparseLoCo, arXiv:2508.15706). The rest stays in the
+            residual. None sends low-rank factors.
         average_buffers: Whether rounds also average persistent floating-point buffers, such as the
             statistics of batch normalization. They are sent whole, and numbers that aren't finite
             are left out of the mean.
@@ -97,6 +101,7 @@ class LocalSGD(Stateful):
         fragments: int = 1,
         fragment_sync_delay: int = 0,
         warmup_steps: int = 10,
+        density: float | None = None,
         average_buffers: bool = True,
         group: dist.ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -111,6 +116,7 @@ class LocalSGD(Stateful):
             self.optimizers,
             self.schedule,
             average_buffers,
+            density,
             group,
             scaler,
             self._check_trained,
@@ -122,7 +128,8 @@ class LocalSGD(Stateful):
         dist._broadcast_coalesced(self.group, shared, _BROADCAST_BYTES, 0)
         of_group = from_core(find_backends(self.group)[0].options.compression)
         options = lay_under(with_fields(options, fields), warmup_steps, of_group)
-        self._rounds = Rounds(kind, found, self.schedule, options, self._move)
+        options = without_factors(options) if density else options
+        self._rounds = Rounds(kind, found, self.schedule, options, self._move, density)
         self._fragments = self._rounds.fragments
         self._frozen = Frozen(self._model)
         self._watch = Watch(self._rounds, found, self.optimizers, scaler)

@@ -13,7 +13,7 @@ from torch_powersgd.units import size_text, times_text
 
 def stats_of(rounds: Rounds) -> dict[str, Any]:
     """Returns what ``LocalSGD.stats`` documents."""
-    counts = [fragment.attachment.reducer.stats() for fragment in rounds.fragments]
+    counts = [fragment.attachment.counts() for fragment in rounds.fragments]
     before = rounds.taken * _gradient_bytes(rounds)
     after = rounds.buffers.sent + sum(count["bytes_after"] for count in counts)
     whole = sum(count["compressed_bytes_before"] for count in counts)

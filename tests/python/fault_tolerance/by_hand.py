@@ -50,6 +50,9 @@ class Manager:
             self.error, work = error, None
         return _Mean(work, tensor, self.participants)
 
+    def num_participants(self) -> int:
+        return self.participants
+
     def is_participating(self) -> bool:
         return self.participates
 
@@ -121,7 +124,9 @@ def configure(group: ProcessGroupPowerSGD, store: str, rank: int, size: int) -> 
 
 
 class Replica:
-    def __init__(self, rank: int, kind: str, wire: str | None) -> None:
+    def __init__(
+        self, rank: int, kind: str, wire: str | None = None, density: float | None = None
+    ) -> None:
         self.rank = rank
         options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1, "wire_dtype": wire}
         self.group = ProcessGroupPowerSGD(LIMIT, options)
@@ -139,11 +144,12 @@ class Replica:
             self.compression = self.group.attach(sharded, stand_in)
         else:
             self.averages = _Changes(model, stand_in)
-            (self.compression,) = self.group.attach_diloco(self.averages.diloco, stand_in)
+            diloco = self.averages.diloco
+            (self.compression,) = self.group.attach_diloco(diloco, stand_in, density)
         self.sent: Tensors = {}
         self.wanted: Tensors = {}
 
-    def join(self, address: str, quorum: int, members: list[int], new: list[int]) -> None:
+    def join(self, address: str, quorum: object, members: list[int], new: list[int]) -> None:
         configure(self.group, f"{address}/{quorum}", members.index(self.rank), len(members))
         # A new one gets the model in its first step, and has no part in it.
         self.manager.participates = self.rank not in new

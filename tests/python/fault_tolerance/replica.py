@@ -24,7 +24,7 @@ from support.cuda_ranks import become_host
 from support.deadline import DEADLOCK
 from support.ledger import own_residuals_of
 from support.tensors import Tensors
-from torch_powersgd import Compression
+from torch_powersgd import Compression, sparse
 from torch_powersgd._core import _C
 from torch_powersgd.integrations.torchft import DistributedDataParallel, ProcessGroupPowerSGD
 from torch_powersgd.integrations.torchft.attached import Attached
@@ -55,6 +55,7 @@ class Kind:
         device: Of the model.
         limit: Seconds after which a test fails.
         manager: More arguments of torchft's manager.
+        density: Share of the changes that "diloco" sends.
     """
 
     averages: str = "ddp"
@@ -62,6 +63,7 @@ class Kind:
     device: str = "cpu"
     limit: float = DEADLOCK
     manager: Mapping[str, Any] = field(default_factory=dict)
+    density: float | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,9 @@ class _Job:
             self.optimizer, diloco = inner, self._diloco()
             fragments = diloco._fragments
             self.shared = [p for f in fragments for p in f.original_parameters.values()]
-            self.compressions = self.group.attach_diloco(diloco, self.manager)
+            if kind.density:
+                sparse.BLOCK = sparse.PART  # or such small layers would be sent whole
+            self.compressions = self.group.attach_diloco(diloco, self.manager, kind.density)
         else:
             self.compressions = [self.group.attach(self.forward, self.manager)]
         self.generator = torch.Generator().manual_seed(zlib.crc32(str(place).encode()))

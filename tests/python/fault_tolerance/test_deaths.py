@@ -39,8 +39,11 @@ def test_a_replica_dies_at_every_place_of_a_step_and_comes_back() -> None:
     train_through(Kind(), EVERYWHERE)
 
 
-def test_a_replica_of_diloco_dies_at_every_place() -> None:
-    train_through(Kind("diloco", manager={"use_async_quorum": False}), EVERYWHERE)
+@pytest.mark.parametrize("density", [None, 1 / 16], ids=["factors", "sparse"])
+def test_a_replica_of_diloco_dies_at_every_place(density: float | None) -> None:
+    manager = {"use_async_quorum": False}
+    shares = [death for death in EVERYWHERE if not density or death.place != SHARING]  # factors
+    train_through(Kind("diloco", manager=manager, density=density), shares)
 
 
 def test_a_replica_of_two_processes_with_fsdp_dies() -> None:

@@ -21,10 +21,14 @@ from torch.distributed.fsdp import fully_shard
 from torchft.local_sgd import DiLoCo
 
 from support.ledger import TOLERANCE
-from support.on_ranks import on_ranks
+from support.on_ranks import all_agree, on_ranks
+from support.sparse import mean_of, sent_of
 from support.synthetic import COMPRESSED, SHAPES, gradients
-from support.tensors import Tensors, add_to, relative_error
+from support.tensors import Tensors, add_to, relative_error, same
+from torch_powersgd import sparse
 from torch_powersgd.integrations.torchft import ProcessGroupPowerSGD
+
+DENSITY = 1 / 16
 
 
 def _sum(tensors: Tensors) -> Tensors:
@@ -67,7 +71,7 @@ def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, kind: str, wire: 
     for i in range(12, 15):
         replica.step(i)
     if kind == "diloco":
-        _check_kept(replica)
+        _check_kept(replica, replica.residuals())
     residuals = _sum(replica.residuals())
     assert residuals.keys() == {*COMPRESSED}
     assert all(residual.norm() > 0.1 for residual in residuals.values())
@@ -77,12 +81,75 @@ def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, kind: str, wire: 
             assert relative_error(found, total) < 3 * TOLERANCE[torch.float32], name
 
 
-def _check_kept(replica: Replica) -> None:
+@on_ranks(3, backend="gloo")
+def test_replicas_that_send_their_largest_changes_leave_and_join(rank: int) -> None:
+    sparse.BLOCK = sparse.PART  # so that even small tensors are sent sparse
+    _store, address = shared_store(rank)
+    replica = Replica(rank, "diloco", density=DENSITY)
+    replica.join(address, 1, [0, 1, 2], new=[])
+    replica.step(0)  # exact
+    for i in range(1, 4):
+        _check_sparse_round(replica, i, [0, 1, 2])
+    saved = replica.compression.state_dict(per_rank=True)
+    before = replica.residuals()
+    replica.step(4, commit=False)  # nobody applies it
+    replica.join(address, 2, [0, 1, 2], new=[])
+    _check_sparse_round(replica, 5, [0, 1, 2], before)
+    left = replica.residuals()
+    if rank == 1:  # it begins anew, from what it has saved
+        step = replica.manager.step
+        replica = Replica(rank, "diloco", density=DENSITY)
+        replica.compression.load_state_dict(saved)
+        assert same(replica.residuals().values(), before.values())
+        replica.manager.step = step
+    else:
+        replica.join(address, 3, [0, 2], new=[])
+        assert same(replica.residuals().values(), left.values())
+        replica.step(6)
+        replica.join(address, f"alone/{rank}", [rank], new=[])
+        alone = gradients(SHAPES, rank, 100)
+        for name, output in replica.step(100).items():  # exact: there is nothing to send
+            assert relative_error(output, alone[name]) < 1e-5, name
+    replica.join(address, 4, [0, 1, 2], new=[1])
+    outputs = replica.step(7)
+    assert all_agree([output.tolist() for output in outputs.values()])
+    replica.join(address, 5, [0, 1, 2], new=[])
+    _check_sparse_round(replica, 8, [0, 1, 2])
+    stats = replica.compression.stats(per_layer=True)
+    assert stats["compressed_calls"] >= 2
+    for name, residual in replica.residuals().items():
+        layer = stats["layers"][f"weights.{name}"]
+        assert layer["residual"] == pytest.approx(residual.norm().item(), rel=1e-5)
+        assert layer["bytes_after"] < layer["bytes_before"] / 4
+    assert "at a density of 16/256" in str(replica.compression)
+
+
+def _check_sparse_round(
+    replica: Replica, i: int, members: list[int], held: Tensors | None = None
+) -> None:
+    """The means are those over the senders of what each had to send, which keeps the rest."""
+    before = held or replica.residuals()
+    everyone: list[Any] = [None] * len(members)
+    dist.all_gather_object(everyone, before)
+    outputs, after = replica.step(i), replica.residuals()
+    for name, output in outputs.items():
+        wanted = [gradients(SHAPES, member, i)[name].double() for member in members]
+        if name in before:
+            had = [g + of[name] for g, of in zip(wanted, everyone, strict=True)]
+            sent = [sent_of(numbers, DENSITY) for numbers in had]
+            rest = had[replica.rank] - sent[replica.rank]
+            assert relative_error(after[name], rest) < TOLERANCE[torch.float32], name
+            assert relative_error(output, mean_of(sent)) < TOLERANCE[torch.float32], name
+        else:
+            assert relative_error(output, torch.stack(wanted).mean(0)) < 1e-5, name
+    _check_kept(replica, after)
+
+
+def _check_kept(replica: Replica, own: Tensors) -> None:
     """DiLoCo's parameters are the original ones less a share of what this replica has not sent."""
     (fragment,) = replica.averages.diloco._fragments
     attached: Any = replica.group._attached[0]
     assert attached.kept
-    own = replica.residuals()
     for name, parameter in replica.averages.model.weights.items():
         original = fragment.original_parameters[f"weights.{name}"]
         kept = attached.kept * own.get(name, torch.zeros(()))

@@ -86,6 +86,7 @@ def test_a_round_that_is_not_finite_might_as_well_not_have_been(rank: int, delay
     ("call", "message"),
     [
         ("a round", "rank 1 has not begun round 1 of LocalSGD"),
+        ("a sparse round", "rank 1 has not begun round 1 of LocalSGD"),
         ("sync", "rank 1 has not called LocalSGD.sync"),
         ("detach", "rank 1 has not called LocalSGD.detach"),
         ("state_dict", "rank 1 has not called state_dict"),
@@ -98,12 +99,14 @@ def test_a_rank_that_is_absent_is_named(rank: int, call: str, message: str) -> N
     collective_call.PATIENCE = agreement.GRACE = timedelta(seconds=0.5)
     model = nn.Sequential(make_net(), nn.BatchNorm1d(24))
     optimizer, store = sgd(model), ranks.side_store()
-    steps = tp.LocalSGD(model, optimizer, 1, OPTIONS, warmup_steps=0)
+    density = 1 / 16 if "sparse" in call else None
+    steps = tp.LocalSGD(model, optimizer, 1, OPTIONS, warmup_steps=0, density=density)
     if rank == 0:
         world().set_timeout(timedelta(seconds=1))
         backward(model, rank, 0)
         calls: dict[str, Callable[[], Any]] = {
             "a round": optimizer.step,
+            "a sparse round": optimizer.step,
             "buffers": steps._rounds.average_buffers,
         }
         with pytest.raises((ValueError, dist.DistBackendError), match=message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,13 +33,13 @@ ROUNDS = 2
 
 
 class Net(nn.Module):
-    """Shards of 25 rows over two processes are uneven, and one has nothing of ``gain``."""
+    """Shards of 401 rows over two processes are uneven, and one has nothing of ``gain``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(24, 25)
+        self.first = nn.Linear(24, 401)
         self.gain = nn.Parameter(torch.ones(1))
-        self.last = nn.Linear(25, 24)
+        self.last = nn.Linear(401, 24)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.last(torch.tanh(self.first(x)) * self.gain)
@@ -87,7 +88,7 @@ def test_replicas_of_ddp_and_shards_of_fsdp_take_the_same_steps(rank: int, tmp_p
     """Two hosts of two processes. FSDP2's shards are compressed as matrices of their own."""
     mesh = _mesh()
     hosts = mesh.get_group("hosts")
-    for options in (tp.Options(scope="never"), OPTIONS):
+    for options, density in ((tp.Options(scope="never"), None), (OPTIONS, None), (None, 1 / 16)):
         replicated = DistributedDataParallel(_net(), process_group=mesh.get_group("host"))
         sharded = _net()
         fully_shard(sharded, mesh=mesh["host"])
@@ -95,7 +96,8 @@ def test_replicas_of_ddp_and_shards_of_fsdp_take_the_same_steps(rank: int, tmp_p
         for model in (replicated, sharded):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             _evaluate(model)
-            steps = tp.LocalSGD(model, optimizer, EVERY, options, warmup_steps=0, group=hosts)
+            schedule: dict[str, Any] = {"warmup_steps": 0, "density": density}
+            steps = tp.LocalSGD(model, optimizer, EVERY, options, group=hosts, **schedule)
             _train(model, optimizer, rank, EVERY * ROUNDS)
             _evaluate(model)
             steps.sync(exact=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,10 @@ def _record(call: Callable[[], object]) -> tuple[Operators, int]:
 class Round:
     """The operators and the waits at the begin and the end of a round, and how many numbers."""
 
-    def __init__(self, model: nn.Module, delay: int = 0) -> None:
+    def __init__(self, model: nn.Module, delay: int = 0, density: float | None = None) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        steps = tp.LocalSGD(model, optimizer, 4, OPTIONS, fragment_sync_delay=delay, warmup_steps=0)
+        schedule: dict[str, Any] = {"fragment_sync_delay": delay, "warmup_steps": 0}
+        steps = tp.LocalSGD(model, optimizer, 4, OPTIONS, density=density, **schedule)
         fragment = steps._fragments[0]
         steps.sync()
         fragment.kept = 0.5  # as if the steps after it had moved what it left in the residual
@@ -73,6 +75,14 @@ def test_a_round_in_bfloat16_has_as_few(rank: int) -> None:
     _check_names(few, many)
     assert few.waits == (0, 1)
     assert few.allocated == pytest.approx(14, rel=0.01)
+
+
+@on_ranks(2)
+def test_a_sparse_round_has_none_for_a_parameter(rank: int) -> None:
+    """Its packets are made of all parameters at once."""
+    few, many = (Round(_model(layers, torch.float32), density=1 / 16) for layers in (2, 20))
+    assert few.waits == many.waits == (0, 1)
+    assert [len(names) for names in few.names] == [len(names) for names in many.names]
 
 
 def _check_names(few: Round, many: Round) -> None:

@@ -31,14 +31,17 @@ def residuals_of(compression: tp.Compression) -> Tensors:
 
 
 def own_residuals_of(compression: tp.Compression) -> Tensors:
-    """This process's residual of each parameter that has one, as [n, m] in float64."""
+    """This process's residual of each parameter that has one, in float64: of factors, as [n, m]."""
     saved = own_part(compression.state_dict(per_rank=True))["parameters"]
-    return {
-        name.removeprefix("weights."): state["memory"].cpu().double()
-        - state["p_hat"].cpu().double() @ state["q_local"].cpu().double()
-        for name, state in saved.items()
-        if state.get("memory") is not None
-    }
+    found = {}
+    for name, state in saved.items():
+        if (residual := state.get("residual", state.get("memory"))) is None:
+            continue
+        found[name.removeprefix("weights.")] = residual.cpu().double()
+        if "memory" in state:
+            sent = state["p_hat"].cpu().double() @ state["q_local"].cpu().double()
+            found[name.removeprefix("weights.")] -= sent
+    return found
 
 
 class Ledger:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
@@ -22,6 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch_powersgd._core import _C
 from torch_powersgd.attach import compress, make_reducer
 from torch_powersgd.local_steps import kept
+from torch_powersgd.matrices import as_reals
+from torch_powersgd.sparse import Sparse
 from torch_powersgd.targets import DdpTarget, FsdpTarget, Target, TensorsByName, shard_of
 from torch_powersgd.targets.fsdp_hooks import check_hooks, set_hooks
 from torch_powersgd.targets.fsdp_units import own_replicas
@@ -55,12 +57,19 @@ class Attached(ABC):
         target: The gradients.
         manager: The manager that averages them.
         groups: The manager's process group.
+        options: Options that differ from the group's.
     """
 
-    def __init__(self, target: Target, manager: Manager, groups: Groups) -> None:
-        self.manager, self.groups = manager, groups
+    def __init__(
+        self,
+        target: Target,
+        manager: Manager,
+        groups: Groups,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.manager, self.groups, self.options = manager, groups, options
         alone = groups._alone()
-        self.compression = compress(target, None, alone, register_hook=False, apart=True)
+        self.compression = compress(target, options, alone, register_hook=False, apart=True)
         self.step: int | None = None  # the manager's count at the step begun, until it is settled
         self.compresses = False  # whether the present pass is compressed
         _settle_with(manager, self.settle)
@@ -83,7 +92,7 @@ class Attached(ABC):
             return
         self.settle()
         attachment = self.compression.attachment
-        reducer, _ = make_reducer(target, None, group, previous=attachment)
+        reducer, _ = make_reducer(target, self.options, group, previous=attachment)
         attachment.move(reducer, group)
         self.moved()
 
@@ -217,13 +226,26 @@ class AttachedFragment(Attached):
 
     Args:
         family: Names of the parameters of all fragments.
+        density: Share of the changes to send in place of factors, as of ``Sparse``.
         fragment: The fragment.
     """
 
-    def __init__(self, family: Collection[str], fragment: Any, *others: Any) -> None:
+    def __init__(
+        self,
+        family: Collection[str],
+        density: float | None,
+        fragment: Any,
+        manager: Manager,
+        groups: Groups,
+    ) -> None:
         self.fragment, self.family = ref(fragment), family
         self.names = [name for name, _ in fragment._model_fragment.named_parameters()]
-        super().__init__(self._target(fragment), *others)
+        options = {"scope": "never"} if density else None
+        super().__init__(self._target(fragment), manager, groups, options)
+        self.sparse_sum: _SparseSum | None = None  # of the round, if it has a density
+        if density:
+            like = [as_reals(shard_of(p)) for p in fragment._model_fragment.parameters()]
+            self.compression.attachment.sparse = Sparse(like, density, self.compression.group)
         self.round = Sum(self.groups._leave)
         self.passed = 0  # the changes of the round that the manager has passed in, in order
         self.kept = 0.0  # the share of the residual that the parameters hold
@@ -254,22 +276,34 @@ class AttachedFragment(Attached):
         if self.passed == len(self.names):
             self.settle()
             self.begin_pass()
-            tensors = self.compression.attachment.tensors
-            assert tensors is not None  # because it has not ended
             sent = [changes[name] for name in self.names]
             residuals = self._states.residuals()
             if self.manager.is_participating():  # else they are zeros
                 kept.add(sent, residuals, -self.kept)
             self.cosine, self.before = kept.cosine(sent, residuals), self.kept
-            self.round.begin(tensors.sum(sent))
+            self.round.begin(self._begin(sent))
         return self.round
+
+    def _begin(self, changes: list[torch.Tensor]) -> dist.Work:
+        """Begins to sum the changes over the replicas."""
+        attachment = self.compression.attachment
+        assert attachment.tensors is not None  # because it has not ended
+        self.sparse_sum = None
+        if attachment.sparse is None or not attachment.compressing:
+            return attachment.tensors.sum(changes)
+        self.sparse_sum = _SparseSum(attachment.sparse, changes, self.manager.num_participants())
+        attachment.reducer.end_step()
+        return self.sparse_sum
 
     def _keep(self, committed: bool) -> None:
         """Called after a round, when DiLoCo has set the parameters to the original ones."""
         fragment = self.fragment()
         if fragment is None or self.compression.ended:
             return
-        if committed:
+        if committed and self.sparse_sum is not None:
+            self.sparse_sum.keep()
+            self.kept = kept.OF_SPARSE
+        elif committed:
             self.kept = kept.share(self.cosine.item(), self.before)
         if self.kept:
             parameters = [shard_of(p.detach()) for p in fragment._model_fragment.parameters()]
@@ -280,8 +314,10 @@ class AttachedFragment(Attached):
         self.kept = 0.0
 
     @property
-    def _states(self) -> _C.ModelStates:
-        return self.compression.attachment.reducer.states
+    def _states(self) -> _C.ModelStates | Sparse:
+        """What holds the residuals."""
+        attachment = self.compression.attachment
+        return attachment.sparse or attachment.reducer.states
 
 
 def _settle_with(manager: Manager, settle: Callable[[], None]) -> None:
@@ -330,6 +366,45 @@ def _around_rounds(
     fragment.perform_sync, fragment.save_parameters = perform_sync, save_parameters
     key = f"powersgd_{fragment._fragment_id}"
     manager.register_state_dict_fn(key, lambda _: forget(), dict)
+
+
+class _SparseSum(dist._Work):
+    """Replaces changes with their sums over the replicas.
+
+    Args:
+        sparse: What averages them.
+        changes: The changes.
+        replicas: Number of replicas by which the manager divides the sums.
+    """
+
+    def __init__(self, sparse: Sparse, changes: list[torch.Tensor], replicas: int) -> None:
+        super().__init__()
+        self._changes = [as_reals(shard_of(change)) for change in changes]
+        self._replicas = replicas
+        tensors, memory = sparse.allocate()
+        torch._foreach_copy_(tensors, self._changes)
+        self._average = sparse.send(memory, "begun a round")
+        self._future = self._average.work.get_future().then(self._deliver)
+
+    def _deliver(self, received: torch.futures.Future[Any]) -> None:
+        received.value()  # raises the error of a work that failed
+        means, _ = self._average.receive(self._replicas)
+        self._finite = torch.stack([mean.isfinite().all() for mean in means])
+        torch._foreach_mul_(means, self._replicas)
+        torch._foreach_copy_(self._changes, means)
+
+    def keep(self) -> None:
+        """Keeps what was not sent, because the sums were applied."""
+        self._average.keep(self._finite.tolist())
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        work = self._average.work
+        work.wait() if timeout is None else work.wait(timeout)
+        self._future.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
 
 
 class Sum(dist._Work):

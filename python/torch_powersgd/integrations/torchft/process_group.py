@@ -35,6 +35,7 @@ from torch_powersgd.integrations.torchft.attached import (
 )
 from torch_powersgd.option_values import must_be, require
 from torch_powersgd.options import Options, lay_over, resolve
+from torch_powersgd.sparse import check_density
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -109,16 +110,24 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
             raise must_be("module", wanted, type(module))
         return self._attach(kind, module, manager)
 
-    def attach_diloco(self, diloco: DiLoCo, manager: Manager) -> list[Compression]:
+    def attach_diloco(
+        self, diloco: DiLoCo, manager: Manager, density: float | None = None
+    ) -> list[Compression]:
         """Like ``attach``, for what torchft's ``DiLoCo`` averages.
 
         In the options, a step is a round of a fragment.
+
+        Args:
+            diloco: What averages, made with this manager.
+            manager: The manager whose process group this is.
+            density: Share of the changes to send in place of factors, as of ``LocalSGD``.
 
         Returns:
             A handle for each fragment.
 
         Raises:
-            ValueError: If DiLoCo packs or quantizes what it sends, or there was a quorum before.
+            ValueError: If DiLoCo packs or quantizes what it sends, if the density is not valid, or
+                if there was a quorum before.
         """
         require(isinstance(diloco, DiLoCo), "diloco", "torchft's DiLoCo", type(diloco))
         if any(part.use_bucketization or part.should_quantize for part in diloco._fragments):
@@ -128,7 +137,9 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
             )
         parts = diloco._fragments
         family = {name for part in parts for name, _ in part._model_fragment.named_parameters()}
-        kind = partial(AttachedFragment, family)
+        if density is not None:
+            check_density(density)
+        kind = partial(AttachedFragment, family, density)
         return [self._attach(kind, part, manager) for part in parts]
 
     def _attach(self, kind: Callable[..., Attached], *given: Any) -> Compression:
