@@ -135,8 +135,7 @@ PARTS = {
             "local_steps_4",
             30,
             f"{_LOSSES} --ranks 4 --seeds 3 --tasks language lstm --methods plain int8-wire:16"
-            " diloco+wire_dtype=int4:32 sparse"
-            " torchft+lr=0.8+momentum=0.3:10",
+            " diloco+wire_dtype=int4:32 sparse torchft+lr=0.8+momentum=0.3:10",
         ),
         Measurement("local_steps_long", 55, f"{_LOSSES} --stages local-long --seeds 3"),
         Measurement("local_steps_muon", 15, f"{_LOSSES} --stages local-muon --seeds 2"),

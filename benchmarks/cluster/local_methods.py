@@ -180,7 +180,6 @@ def _torchft(title: str, **settings: Any) -> Method:
         title.replace("exact", "compressed") if compressed else title,
         lambda model, every, seed: _Torchft(model, every, **settings),
         every=None,
-        measure="every",
         needs="torchft",
         settings=(*_OUTER, *_FIELDS, "density"),
         vary=functools.partial(_torchft, **settings),
@@ -208,6 +207,5 @@ METHODS = {
         "torch's PostLocalSGDOptimizer",
         lambda model, every, seed: _PostLocal(model, every),
         every=None,
-        measure="every",
     ),
 }

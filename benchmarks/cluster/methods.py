@@ -153,7 +153,8 @@ class Contender(NamedTuple):
     @property
     def title(self) -> str:
         how = self.how
-        return how.title if self.rank is None else f"{how.title}, {how.measure} {self.rank}"
+        measure = how.measure if how.every else "every"
+        return how.title if self.rank is None else f"{how.title}, {measure} {self.rank}"
 
     @property
     def how(self) -> Method:

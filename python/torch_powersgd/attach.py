@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -18,9 +19,10 @@ from torch_powersgd.attachment import Attachment
 from torch_powersgd.compression import Compression
 from torch_powersgd.group_backends import find_backends
 from torch_powersgd.hosts import in_two_levels
-from torch_powersgd.matrices import exact_dtypes, highest_rank, is_exact
+from torch_powersgd.matrices import as_reals, exact_dtypes, highest_rank, is_exact
 from torch_powersgd.options import Options, rank_text, to_core, with_fields
 from torch_powersgd.proposal import agree
+from torch_powersgd.sparse import Sparse
 from torch_powersgd.targets import Target, target_of
 from torch_powersgd.units import size_text
 
@@ -93,8 +95,14 @@ def compress(
     register_hook: bool = True,
     previous: Attachment | None = None,
     apart: bool = False,
+    density: float | None = None,
 ) -> Compression:
-    """``attach`` without the log message. The attachment may be ``apart``."""
+    """``attach`` without the log message. The attachment may be ``apart``.
+
+    With a ``density``, nothing is compressed by factors, and the attachment has a ``Sparse``.
+    """
+    if density:
+        options = _without_factors(options)
     reducer, described = make_reducer(target, options, group, scaler, previous, register_hook)
     try:
         if register_hook:
@@ -102,6 +110,9 @@ def compress(
         if scaler is not None:
             grad_scaler.follow(scaler, reducer, target.index())
         attachment = Attachment(target, reducer, group, described, previous, apart)
+        if density:
+            tensors = [as_reals(gradient) for gradient in target.gradients().values()]
+            attachment.sparse = Sparse(tensors, density, group)
     except BaseException:
         reducer.detach()  # hooks that it has by now average exactly
         raise
@@ -109,6 +120,12 @@ def compress(
         previous.end("it was passed to attach as previous")
     reducer.note_attached()
     return Compression(attachment)
+
+
+def _without_factors(options: Any) -> Any:
+    if isinstance(options, Options):
+        return dataclasses.replace(options, scope="never")
+    return {**(options or {}), "scope": "never"} if isinstance(options, Mapping | None) else options
 
 
 def make_reducer(

@@ -103,6 +103,11 @@ class Attachment:
         self.group, self.kept = group, reducer
 
     @property
+    def residual_holder(self) -> _C.ModelStates | Sparse:
+        """What has ``residuals`` and ``take_residuals``."""
+        return self.reducer.states if self.sparse is None else self.sparse
+
+    @property
     def compressing(self) -> bool:
         """Whether the next step is compressed."""
         if self.sparse is None:
@@ -181,6 +186,11 @@ class Attachment:
     def load(self, loaded: checkpoint.Loaded) -> None:
         """Takes over a state that ``read`` has returned."""
         loaded.into(self.reducer.states, self.sparse)
+
+    def reset_counts(self) -> None:
+        self.reducer.reset_stats()
+        if self.sparse is not None:
+            self.sparse.reset_counts()
 
     def counts(self) -> dict[str, Any]:
         """Returns what was sent, and how often, as ``BucketReducer.stats`` does."""

@@ -146,7 +146,7 @@ class Compression(Stateful):
 
     def reset_stats(self) -> None:
         """Sets the counts of ``stats`` to zero, except ``steps``."""
-        self._reducer.reset_stats()
+        self.attachment.reset_counts()
 
     def state_dict(self, per_rank: bool = False) -> dict[str, Any]:
         """Returns the residuals and factors. Collective without ``per_rank``.

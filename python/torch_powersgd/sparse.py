@@ -163,6 +163,9 @@ class Sparse:
         held = self.held()
         return [held.get(i) for i in range(len(self._like))]
 
+    def reset_counts(self) -> None:
+        self._rounds = 0
+
     def add_to(self, counts: dict[str, Any]) -> None:
         """Adds the averages so far to the counts of ``BucketReducer.stats``."""
         before, after = self._rounds * sum(t.nbytes for t in self._like), self._rounds * self.nbytes

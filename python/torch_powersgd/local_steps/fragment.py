@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torch_powersgd._core import _C
 from torch_powersgd.agreement import absent_from
 from torch_powersgd.attach import compress
 from torch_powersgd.local_steps import kept
@@ -85,10 +84,9 @@ class Fragment:
     ) -> None:
         self.parameters = parameters
         self.anchors = {name: at_least_float32(p).clone() for name, p in parameters.items()}
-        self.compression = compress(TensorsByName(self.anchors, family), options, group)
+        target = TensorsByName(self.anchors, family)
+        self.compression = compress(target, options, group, density=density)
         self.attachment = self.compression.attachment
-        self.sparse = Sparse(_local(self.anchors), density, group) if density else None
-        self.attachment.sparse = self.sparse
         self.kept = 0.0
         self._lately: deque[float] = deque(maxlen=MANY)
         self._round: _Round | None = None
@@ -97,6 +95,11 @@ class Fragment:
     def gradient_bytes(self) -> int:
         """The bytes that averaging the gradients in one step would send."""
         return sum(shard_of(parameter).nbytes for parameter in self.parameters.values())
+
+    @property
+    def sparse(self) -> Sparse | None:
+        """What averages the changes in compressed rounds, if there is a density."""
+        return self.attachment.sparse
 
     @property
     def round_bytes(self) -> int:
@@ -133,7 +136,7 @@ class Fragment:
         changes, buffers = sparse.allocate() if sparse else self._allocate(anchors)
         starts = changes if _same_types(parameters, anchors) else _empty(parameters)
         held = compressed or self.kept
-        residuals = self._states.residuals() if held else [None] * len(changes)
+        residuals = self.attachment.residual_holder.residuals() if held else [None] * len(changes)
         self._copy_starts(starts, residuals)
         if starts is not changes:
             torch._foreach_copy_(changes, starts)
@@ -203,7 +206,7 @@ class Fragment:
             done.work.keep(finite)
         if self.kept and not done.compressed:
             averaged = [i for i, fits in enumerate(finite) if fits]
-            self._states.take_residuals(self.kept, averaged)
+            self.attachment.residual_holder.take_residuals(self.kept, averaged)
         if not done.compressed:
             self.kept = 0.0
         elif delivered == 0:
@@ -212,7 +215,7 @@ class Fragment:
                 self._lately.append(self.kept)
             else:
                 self.kept = kept.OF_SPARSE
-        residuals = self._states.residuals() if self.kept else []
+        residuals = self.attachment.residual_holder.residuals() if self.kept else []
         if starts := done.begun_at:  # The steps since then are kept.
             torch._foreach_sub_(parameters, starts)
             self._copy_starts(starts, residuals)
@@ -233,11 +236,6 @@ class Fragment:
         if starts is not to:
             torch._foreach_copy_(to, starts)
 
-    @property
-    def _states(self) -> _C.ModelStates | Sparse:
-        """What holds the residuals."""
-        return self.attachment.reducer.states if self.sparse is None else self.sparse
-
     def _not_finite(self, begun_at: List) -> str:
         """Returns the name of the first parameter whose change from its anchor is not finite."""
         for name, anchor, begun in zip(self.anchors, _local(self.anchors), begun_at, strict=True):
@@ -255,7 +253,7 @@ class Fragment:
     def restart(self) -> None:
         """Makes the parameters, which are equal on all processes, the anchors of a first round."""
         self.discard()
-        self._states.take_residuals(1, range(len(self.anchors)))
+        self.attachment.residual_holder.take_residuals(1, range(len(self.anchors)))
         self.kept = 0.0
         torch._foreach_copy_(_local(self.anchors), _local(self.parameters))
 

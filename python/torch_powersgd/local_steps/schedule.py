@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch_powersgd.local_steps.fragment import Tensors
@@ -79,10 +79,3 @@ def lay_under(options: Any, warmup_steps: int, of_group: Options) -> Any:
         if getattr(of_group, name) == getattr(usual, name)
     }
     return {**defaults, "start_powerSGD_iter": warmup_steps, **(options or {})}
-
-
-def without_factors(options: Any) -> Any:
-    """Returns the options of ``attach``, so that nothing is compressed."""
-    if isinstance(options, Options):
-        return replace(options, scope="never")
-    return {**options, "scope": "never"} if isinstance(options, Mapping) else options

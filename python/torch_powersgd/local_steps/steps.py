@@ -20,7 +20,7 @@ from torch_powersgd.local_steps.admission import Arguments
 from torch_powersgd.local_steps.exact import Frozen
 from torch_powersgd.local_steps.fragment import Fragment, Tensors, reshard
 from torch_powersgd.local_steps.rounds import Rounds
-from torch_powersgd.local_steps.schedule import Schedule, lay_under, without_factors
+from torch_powersgd.local_steps.schedule import Schedule, lay_under
 from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.local_steps.watch import Watch
 from torch_powersgd.options import Options, from_core, with_fields
@@ -128,7 +128,6 @@ class LocalSGD(Stateful):
         dist._broadcast_coalesced(self.group, shared, _BROADCAST_BYTES, 0)
         of_group = from_core(find_backends(self.group)[0].options.compression)
         options = lay_under(with_fields(options, fields), warmup_steps, of_group)
-        options = without_factors(options) if density else options
         self._rounds = Rounds(kind, found, self.schedule, options, self._move, density)
         self._fragments = self._rounds.fragments
         self._frozen = Frozen(self._model)

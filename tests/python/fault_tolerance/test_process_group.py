@@ -122,6 +122,8 @@ def test_replicas_that_send_their_largest_changes_leave_and_join(rank: int) -> N
         assert layer["residual"] == pytest.approx(residual.norm().item(), rel=1e-5)
         assert layer["bytes_after"] < layer["bytes_before"] / 4
     assert "at a density of 16/256" in str(replica.compression)
+    replica.compression.reset_stats()
+    assert replica.compression.stats()["compressed_calls"] == 0
 
 
 def _check_sparse_round(

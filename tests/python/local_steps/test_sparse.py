@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import torch_powersgd as tp
 from support import ranks
 from support.groups import world
 from support.ledger import TOLERANCE
+from support.local_job import EVERY, Job
 from support.on_ranks import all_agree, models_agree, on_ranks
 from support.refusals import refuses
 from support.sparse import mean_of, sent_of
@@ -25,7 +25,6 @@ from support.synthetic import gradient
 from support.tensors import relative_error, same
 from torch_powersgd.sparse import BLOCK, PART, Sparse, pack, unpack
 
-EVERY = 4
 DENSITY = 1 / 16
 # Two rows of blocks, the second with an end; one full block; then what is sent whole.
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -134,23 +133,9 @@ class Net(nn.Module):
         return total + (self.wide * x.float().mean()).square().mean()
 
 
-class Job:
+class SparseJob(Job):
     def __init__(self, outer: bool = False, **others: Any) -> None:
-        self.model = Net()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        arguments = {"fragments": 2, "warmup_steps": 1, "density": DENSITY, **others}
-        by = torch.optim.SGD(self.model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
-        self.steps = (
-            tp.DiLoCo(self.model, self.optimizer, by, EVERY, **arguments)
-            if outer
-            else tp.LocalSGD(self.model, self.optimizer, EVERY, **arguments)
-        )
-
-    def train(self, rank: int, first: int, last: int) -> None:
-        for i in range(first, last):
-            self.optimizer.zero_grad()
-            self.model(gradient((6, 24), "input", rank, i)).backward()
-            self.optimizer.step()
+        super().__init__(outer, make=Net, **{"warmup_steps": 1, "density": DENSITY, **others})
 
     def residuals(self) -> list[torch.Tensor]:
         assert all(fragment.sparse is not None for fragment in self.steps._fragments)
@@ -163,7 +148,7 @@ class Job:
 @on_ranks(2)
 def test_local_steps(rank: int, outer: bool, delay: int) -> None:
     """Anchors are equal, a process keeps its share, and the end is the exact mean."""
-    job = Job(outer, fragment_sync_delay=delay)
+    job = SparseJob(outer, fragment_sync_delay=delay)
     job.train(rank, 0, 1 + 3 * EVERY)
     job.steps.sync()
     assert len(job.residuals()) == 3
@@ -193,19 +178,16 @@ def test_local_steps(rank: int, outer: bool, delay: int) -> None:
 @on_ranks(2)
 def test_each_process_goes_on_to_the_bit(rank: int, outer: bool) -> None:
     for end in (1 + EVERY, 3 * EVERY + 2):
-        whole, resumed = Job(outer), Job(outer)
+        whole, resumed = SparseJob(outer), SparseJob(outer)
         whole.train(rank, 0, end)
-        state = from_bytes(to_bytes(whole.steps.per_rank.state_dict()))
-        resumed.model.load_state_dict(whole.model.state_dict())
-        resumed.optimizer.load_state_dict(from_bytes(to_bytes(whole.optimizer.state_dict())))
-        resumed.steps.load_state_dict(state)
+        resumed.load(whole.save())
         for job in (whole, resumed):
             job.train(rank, end, end + 2 * EVERY)
         assert same(resumed.model.parameters(), whole.model.parameters())
 
 
 def _saved(rank: int) -> tuple[bytes, bytes]:
-    job = Job()
+    job = SparseJob()
     job.train(rank, 0, 1 + 2 * EVERY)
     means = [residual.clone() for residual in job.residuals()]
     for mean in means:
@@ -214,7 +196,7 @@ def _saved(rank: int) -> tuple[bytes, bytes]:
 
 
 def _resumed(rank: int, saved: bytes, means: bytes) -> None:
-    job = Job()
+    job = SparseJob()
     job.train(rank, 0, 1)
     job.steps.load_state_dict(from_bytes(saved))
     assert models_agree(job.model)
@@ -230,7 +212,7 @@ def test_any_number_of_ranks_takes_over(after: int) -> None:
 
 @on_ranks(2)
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(rank: int) -> None:
-    job = Job()
+    job = SparseJob()
     job.train(rank, 0, 1 + EVERY)
     changes: list[tuple[Callable[[Any], object], str]] = [
         (lambda own: own["low"]["residual"].add_(1), "does not match its crc32"),
@@ -251,21 +233,21 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(rank: int) -> 
             with pytest.raises(ValueError, match=f"{place}.*{re.escape(message)}"):
                 job.steps.load_state_dict(broken)
         assert to_bytes(job.steps.state_dict(per_rank)) == before
-    factors = Job(density=None)
+    factors = SparseJob(density=None)
     refuses(lambda: factors.steps.load_state_dict(state), "must be a dict with 'grad_scale', as")
 
 
 @pytest.mark.parametrize("delay", [0, 3])
 @on_ranks(2)
 def test_a_round_that_is_not_finite_changes_nothing(rank: int, delay: int) -> None:
-    job = Job(fragments=1, fragment_sync_delay=delay)
+    job = SparseJob(fragments=1, fragment_sync_delay=delay)
     job.train(rank, 0, 1 + EVERY)
     job.steps.sync()
     before = [p.detach().clone() for p in job.model.parameters()]
     residuals = [residual.clone() for residual in job.residuals()]
     if rank == 1:
         with torch.no_grad():
-            job.model.first.weight[3, 5] = torch.nan
+            job.model.get_parameter("first.weight")[3, 5] = torch.nan
     job.steps.sync()
     assert job.steps.stats()["dropped_rounds"] == 1
     assert same(job.model.parameters(), before)
@@ -280,5 +262,7 @@ def test_densities_that_do_not_fit_are_refused(rank: int) -> None:
         ("x", "a finite number > 0"),
     ]
     for density, message in wrong:
-        refuses(partial(Job, density=density), f"density must be {message}, got")
-    refuses(lambda: Job(density=DENSITY * (1 + rank)), "density is 0.0625 on rank 0 and 0.125 on")
+        refuses(partial(SparseJob, density=density), f"density must be {message}, got")
+    refuses(
+        lambda: SparseJob(density=DENSITY * (1 + rank)), "density is 0.0625 on rank 0 and 0.125 on"
+    )

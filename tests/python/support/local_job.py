@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,8 +43,14 @@ def take_step(
 class Job:
     """A model that takes local steps, of any rank's data."""
 
-    def __init__(self, outer: bool = False, momentum: float = 0.5, **others: Any) -> None:
-        self.model = make_net()
+    def __init__(
+        self,
+        outer: bool = False,
+        momentum: float = 0.5,
+        make: Callable[[], nn.Module] = make_net,
+        **others: Any,
+    ) -> None:
+        self.model = make()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         arguments: dict[str, Any] = {"fragments": 2, "warmup_steps": 0, **others}
         of_outer = torch.optim.SGD(

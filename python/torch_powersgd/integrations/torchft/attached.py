@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
@@ -21,9 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd._core import _C
 from torch_powersgd.attach import compress, make_reducer
+from torch_powersgd.integrations.torchft.sums import SparseSum, Sum
 from torch_powersgd.local_steps import kept
-from torch_powersgd.matrices import as_reals
-from torch_powersgd.sparse import Sparse
 from torch_powersgd.targets import DdpTarget, FsdpTarget, Target, TensorsByName, shard_of
 from torch_powersgd.targets.fsdp_hooks import check_hooks, set_hooks
 from torch_powersgd.targets.fsdp_units import own_replicas
@@ -57,19 +55,17 @@ class Attached(ABC):
         target: The gradients.
         manager: The manager that averages them.
         groups: The manager's process group.
-        options: Options that differ from the group's.
+        density: Share of the numbers to send in place of factors, as of ``Sparse``.
     """
 
     def __init__(
-        self,
-        target: Target,
-        manager: Manager,
-        groups: Groups,
-        options: Mapping[str, Any] | None = None,
+        self, target: Target, manager: Manager, groups: Groups, density: float | None = None
     ) -> None:
-        self.manager, self.groups, self.options = manager, groups, options
+        self.manager, self.groups = manager, groups
         alone = groups._alone()
-        self.compression = compress(target, options, alone, register_hook=False, apart=True)
+        self.compression = compress(
+            target, None, alone, register_hook=False, apart=True, density=density
+        )
         self.step: int | None = None  # the manager's count at the step begun, until it is settled
         self.compresses = False  # whether the present pass is compressed
         _settle_with(manager, self.settle)
@@ -92,7 +88,7 @@ class Attached(ABC):
             return
         self.settle()
         attachment = self.compression.attachment
-        reducer, _ = make_reducer(target, self.options, group, previous=attachment)
+        reducer, _ = make_reducer(target, None, group, previous=attachment)
         attachment.move(reducer, group)
         self.moved()
 
@@ -240,12 +236,8 @@ class AttachedFragment(Attached):
     ) -> None:
         self.fragment, self.family = ref(fragment), family
         self.names = [name for name, _ in fragment._model_fragment.named_parameters()]
-        options = {"scope": "never"} if density else None
-        super().__init__(self._target(fragment), manager, groups, options)
-        self.sparse_sum: _SparseSum | None = None  # of the round, if it has a density
-        if density:
-            like = [as_reals(shard_of(p)) for p in fragment._model_fragment.parameters()]
-            self.compression.attachment.sparse = Sparse(like, density, self.compression.group)
+        super().__init__(self._target(fragment), manager, groups, density)
+        self.sparse_sum: SparseSum | None = None  # of the round, if it has a density
         self.round = Sum(self.groups._leave)
         self.passed = 0  # the changes of the round that the manager has passed in, in order
         self.kept = 0.0  # the share of the residual that the parameters hold
@@ -277,7 +269,7 @@ class AttachedFragment(Attached):
             self.settle()
             self.begin_pass()
             sent = [changes[name] for name in self.names]
-            residuals = self._states.residuals()
+            residuals = self.compression.attachment.residual_holder.residuals()
             if self.manager.is_participating():  # else they are zeros
                 kept.add(sent, residuals, -self.kept)
             self.cosine, self.before = kept.cosine(sent, residuals), self.kept
@@ -291,7 +283,7 @@ class AttachedFragment(Attached):
         self.sparse_sum = None
         if attachment.sparse is None or not attachment.compressing:
             return attachment.tensors.sum(changes)
-        self.sparse_sum = _SparseSum(attachment.sparse, changes, self.manager.num_participants())
+        self.sparse_sum = SparseSum(attachment.sparse, changes, self.manager.num_participants())
         attachment.reducer.end_step()
         return self.sparse_sum
 
@@ -307,17 +299,13 @@ class AttachedFragment(Attached):
             self.kept = kept.share(self.cosine.item(), self.before)
         if self.kept:
             parameters = [shard_of(p.detach()) for p in fragment._model_fragment.parameters()]
-            kept.add(parameters, self._states.residuals(), -self.kept)
+            kept.add(
+                parameters, self.compression.attachment.residual_holder.residuals(), -self.kept
+            )
 
     def _keep_nothing(self) -> None:
         """Called when what the parameters hold has become the original."""
         self.kept = 0.0
-
-    @property
-    def _states(self) -> _C.ModelStates | Sparse:
-        """What holds the residuals."""
-        attachment = self.compression.attachment
-        return attachment.sparse or attachment.reducer.states
 
 
 def _settle_with(manager: Manager, settle: Callable[[], None]) -> None:
@@ -366,88 +354,3 @@ def _around_rounds(
     fragment.perform_sync, fragment.save_parameters = perform_sync, save_parameters
     key = f"powersgd_{fragment._fragment_id}"
     manager.register_state_dict_fn(key, lambda _: forget(), dict)
-
-
-class _SparseSum(dist._Work):
-    """Replaces changes with their sums over the replicas.
-
-    Args:
-        sparse: What averages them.
-        changes: The changes.
-        replicas: Number of replicas by which the manager divides the sums.
-    """
-
-    def __init__(self, sparse: Sparse, changes: list[torch.Tensor], replicas: int) -> None:
-        super().__init__()
-        self._changes = [as_reals(shard_of(change)) for change in changes]
-        self._replicas = replicas
-        tensors, memory = sparse.allocate()
-        torch._foreach_copy_(tensors, self._changes)
-        self._average = sparse.send(memory, "begun a round")
-        self._future = self._average.work.get_future().then(self._deliver)
-
-    def _deliver(self, received: torch.futures.Future[Any]) -> None:
-        received.value()  # raises the error of a work that failed
-        means, _ = self._average.receive(self._replicas)
-        self._finite = torch.stack([mean.isfinite().all() for mean in means])
-        torch._foreach_mul_(means, self._replicas)
-        torch._foreach_copy_(self._changes, means)
-
-    def keep(self) -> None:
-        """Keeps what was not sent, because the sums were applied."""
-        self._average.keep(self._finite.tolist())
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        work = self._average.work
-        work.wait() if timeout is None else work.wait(timeout)
-        self._future.wait()
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
-
-
-class Sum(dist._Work):
-    """A sum over the group. Its future is complete once ``wait`` has returned, as torchft expects.
-
-    Args:
-        leave: Called once if the sum has failed.
-        work: The sum, if it has begun.
-    """
-
-    def __init__(self, leave: Callable[[], None], work: dist.Work | None = None) -> None:
-        super().__init__()
-        self._leave: Callable[[], None] | None = leave
-        self._work: dist.Work | None = None
-        if work is not None:
-            self.begin(work)
-
-    def begin(self, work: dist.Work) -> None:
-        self._work, self._future = work, work.get_future()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        try:
-            work = self._begun()
-            work.wait() if timeout is None else work.wait(timeout)
-            self._future.wait()
-        except Exception:
-            leave, self._leave = self._leave, None
-            if leave is not None:
-                leave()
-            raise
-        return True
-
-    def _begun(self) -> dist.Work:
-        if self._work is None:
-            raise RuntimeError("the manager did not get all changes of the fragment")
-        return self._work
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        self._begun()
-        return self._future
-
-    def synchronize(self) -> None:
-        self._begun().synchronize()
-
-    def block_current_stream(self) -> None:
-        self._begun().block_current_stream()
