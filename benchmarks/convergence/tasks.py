@@ -115,6 +115,20 @@ VARIANTS = {
     "digits-4x": DIGITS.but("--batch 128", note=_4X),
     "lstm-4x": LSTM.but("--batch 32", note=_4X),
 }
+
+
+def _of_width(width: int) -> Task:
+    """A GPT of two layers. Larger widths learn best at lower learning rates."""
+    shape = f"--layers 2 --width {width} --heads {width // 32}"
+    return LANGUAGE.but(f"{shape} --steps 200 --lr {0.256 / width}")
+
+
+_WIDTHS = 128, 256, 512, 1024
+WIDTHS = {f"language-{width}": _of_width(width) for width in _WIDTHS}
+WIDTHS_MUON = {
+    f"language-{width}-muon": _of_width(width).but(f"--lr {0.512 / width}", optimizer=MUON)
+    for width in _WIDTHS[:2]
+}
 TASKS = {
     **MODELS,
     "demo-language": replace(
@@ -125,6 +139,8 @@ TASKS = {
     **VARIANTS,
     "language-long": LANGUAGE.but("--steps 2000", note=", 2000 steps"),
     "language-muon": LANGUAGE.but("--lr 2e-3", optimizer=MUON),
+    **WIDTHS,
+    **WIDTHS_MUON,
 }
 
 

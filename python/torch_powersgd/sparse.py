@@ -69,6 +69,12 @@ def check_density(density: Any) -> None:
     require(positive("density", density) <= 1, "density", "a number <= 1, or None", density)
 
 
+def round_bytes(tensors: List, density: float) -> int:
+    """Returns the bytes that a process sends in an average of tensors like these."""
+    row = _row_bytes(_count_of(density))
+    return sum(_rows_of(t) * row if _is_sparse(t) else t.nbytes for t in tensors)
+
+
 class Sparse:
     """The averages of some tensors, and what this process has not sent of them.
 
@@ -89,18 +95,17 @@ class Sparse:
     def __init__(self, tensors: List, density: float, group: dist.ProcessGroup) -> None:
         self.group, self._rounds = group, 0
         self._like = tensors
-        self._count = max(1, round(PART * density))  # of each part
+        self._count = _count_of(density)
         self.described = f"a density of {self._count}/{PART}"
-        is_sparse = [t.dtype != torch.float64 and t.numel() >= BLOCK for t in tensors]
-        self._sparse = [i for i, fits in enumerate(is_sparse) if fits]
-        rest = [i for i, fits in enumerate(is_sparse) if not fits]
+        self._sparse = [i for i, tensor in enumerate(tensors) if _is_sparse(tensor)]
+        rest = [i for i in range(len(tensors)) if i not in {*self._sparse}]
         dtypes = dict.fromkeys(tensors[i].dtype for i in rest)
         self._whole = [[i for i in rest if tensors[i].dtype == dtype] for dtype in dtypes]
-        rows = sum(map(self._rows_of, self._sparse))
+        rows = sum(_rows_of(tensors[i]) for i in self._sparse)
         self._residual = tensors[0].new_zeros(rows, BLOCK, dtype=torch.float32)
         whole = [sum(tensors[i].nbytes for i in of) for of in self._whole]
         self._sizes = [rows * _row_bytes(self._count), *whole]
-        self.nbytes = sum(self._sizes)
+        self.nbytes = round_bytes(tensors, density)
 
     def allocate(self) -> tuple[List, List]:
         """Returns tensors of zeros to average, and their memory."""
@@ -179,7 +184,7 @@ class Sparse:
         return {
             i: {
                 "residual": residual.norm().item(),
-                "bytes_after": self._rows_of(i) * _row_bytes(self._count),
+                "bytes_after": _rows_of(residual) * _row_bytes(self._count),
             }
             for i, residual in self.held().items()
         }
@@ -204,12 +209,9 @@ class Sparse:
         for i, residual in self.held().items():
             residual.copy_(residuals[i])
 
-    def _rows_of(self, i: int) -> int:
-        return -(-self._like[i].numel() // BLOCK)
-
     def _in_blocks(self, blocks: torch.Tensor) -> dict[int, torch.Tensor]:
         """Returns views of blocks that are like the tensors, by their indices."""
-        rows = [self._rows_of(i) for i in self._sparse]
+        rows = [_rows_of(self._like[i]) for i in self._sparse]
         return {
             i: part.view(-1)[: self._like[i].numel()].view(self._like[i].shape)
             for i, part in zip(self._sparse, blocks.split(rows), strict=True)
@@ -230,7 +232,8 @@ def pack(blocks: torch.Tensor, count: int) -> torch.Tensor:
     """
     rows, many = len(blocks), BLOCK // PART * count
     parts = blocks.view(-1, PART)
-    places = parts.abs().topk(count, sorted=False).indices
+    # As integers, magnitudes have the same order, and are compared faster.
+    places = parts.abs().view(torch.int32).topk(count, sorted=False).indices
     values = parts.gather(1, places).view(rows, many)
     sizes = values.abs()
     large = sizes > (sizes.mean(1) * sizes.amin(1).ne(0)).unsqueeze(1)
@@ -252,6 +255,19 @@ def unpack(packets: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     values = torch.cat([sizes, -sizes], 1).gather(1, codes.long())
     starts = torch.arange(0, BLOCK, PART, device=packets.device).repeat_interleave(count)
     return starts + places, values
+
+
+def _is_sparse(tensor: torch.Tensor) -> bool:
+    return tensor.dtype != torch.float64 and tensor.numel() >= BLOCK
+
+
+def _count_of(density: float) -> int:
+    """Returns how many numbers of each part are sent."""
+    return max(1, round(PART * density))
+
+
+def _rows_of(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() // BLOCK)
 
 
 def _row_bytes(count: int) -> int:

@@ -22,6 +22,7 @@ from torch_powersgd.cli.arguments import (
     add_rate,
     callable_of,
     make_model,
+    wires,
 )
 from torch_powersgd.cli.processes import in_words, joined, on_every_process
 from torch_powersgd.cli.rehearsal import (
@@ -34,7 +35,7 @@ from torch_powersgd.cli.rehearsal import (
 )
 from torch_powersgd.cli.stand_in import StandIn
 from torch_powersgd.cli.tables import progress
-from torch_powersgd.cli.verdict import OF_A_ROUND, may_pay, print_advice, verdict, waits
+from torch_powersgd.cli.verdict import ROUNDS, may_pay, print_advice, verdict, waits
 from torch_powersgd.group_backends import find_backends
 from torch_powersgd.options import Options
 from torch_powersgd.units import ms_text, size_text
@@ -79,7 +80,7 @@ def add(commands: Any) -> None:
     )
     add_ranks(command, RANKS)
     command.add_argument(
-        "--wire-dtype", choices=WIRES, nargs="+", metavar="DTYPE",
+        "--wire-dtype", type=wires, metavar="DTYPE,...",
         help=f"wire dtypes of the factors to compare: {', '.join(WIRES)} ({RECOMMENDED_WIRE}, and "
         "none as well if processes share a host's link); none sends float32",
     )  # fmt: skip
@@ -166,9 +167,10 @@ def run(arguments: argparse.Namespace) -> int:
             with progress("measuring buckets", shown=first) as report:
                 open_question = functools.partial(may_pay, sizes)
                 measure(rehearsal, sizes, BUCKETS_SECONDS, report, open_question)
-        round_seconds = rehearsal.round_seconds(OF_A_ROUND) if waits(measured, sizes) else 0.0
+        kinds = ROUNDS if waits(measured, sizes) else {}
+        rounds = {kind: rehearsal.round_seconds(density) for kind, density in kinds.items()}
         del rehearsal  # before the group
     if first:  # The group has ended, so no process waits for this one.
         introduction = _introduction(arguments, job, hosts, delay)
-        print_advice(measured, introduction, sizes, round_seconds)
+        print_advice(measured, introduction, sizes, rounds)
     return 0

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -34,11 +35,25 @@ def add_model(command: argparse.ArgumentParser) -> None:
 
 
 def add_ranks(command: argparse.ArgumentParser, default: Sequence[int]) -> None:
-    command.usage = "%(prog)s MODULE:FACTORY [options]"  # --ranks takes all that follows it
     command.add_argument(
-        "--ranks", type=int, nargs="+", default=default, metavar="RANK",
-        help=f"matrix ranks to compare ({' '.join(map(str, default))})",
+        "--ranks", type=_integers, default=default, metavar="RANK,...",
+        help=f"matrix ranks to compare ({','.join(map(str, default))})",
     )  # fmt: skip
+
+
+def _integers(value: str) -> list[int]:
+    try:
+        return [int(part) for part in value.split(",")]
+    except ValueError:
+        wanted = "must be integers separated by commas"
+        raise argparse.ArgumentTypeError(f"{wanted}, got {value}") from None
+
+
+def wires(value: str) -> list[str]:
+    if set(found := value.split(",")) <= WIRES.keys():
+        return found
+    wanted = f"must be of {', '.join(WIRES)}, separated by commas"
+    raise argparse.ArgumentTypeError(f"{wanted}, got {value}")
 
 
 def add_rate(command: argparse.ArgumentParser) -> None:
@@ -59,6 +74,13 @@ def count(value: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"a count must be an integer >= 1, got {value}")
     return number
+
+
+def fraction(value: str) -> float:
+    try:
+        return float(Fraction(value))
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"must be a number such as 1/16, got {value}") from None
 
 
 def callable_of(path: str, placeholder: str, form: str, *arguments: object) -> Callable[..., Any]:

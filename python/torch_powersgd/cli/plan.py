@@ -20,6 +20,7 @@ from torch_powersgd.cli.arguments import (
     add_model,
     add_rate,
     count,
+    fraction,
     make_model,
 )
 from torch_powersgd.cli.footprint import Footprint, assign_buckets, footprint_of_bucket, ring_bytes
@@ -28,6 +29,7 @@ from torch_powersgd.cli.verdict import RECOMMENDED
 from torch_powersgd.matrices import as_reals, compressible
 from torch_powersgd.option_values import dtype_name, parse
 from torch_powersgd.options import Options, check_matrix_ranks, rank_text, to_core
+from torch_powersgd.sparse import check_density, round_bytes
 from torch_powersgd.stats import ratio
 from torch_powersgd.units import size_text
 
@@ -64,6 +66,9 @@ def add(commands: Any) -> None:
     plan.add_argument(
         "--per-host", type=count, default=1, metavar="N", help="processes per host (%(default)s)"
     )
+    plan.add_argument(
+        "--density", type=fraction, help="also show what local steps send with this density"
+    )
     shown = plan.add_mutually_exclusive_group()
     shown.add_argument(
         "--top", type=count, default=10, metavar="N", help="rows of the table to show (%(default)s)"
@@ -82,8 +87,21 @@ def run(arguments: argparse.Namespace) -> int:
         wire_dtype=WIRES[arguments.wire_dtype],
         matrix_ranks=parse("--matrix-ranks", "Mapping", own) if own else (),
     )
+    if (density := arguments.density) is not None:
+        check_density(density)
     top, hosts = None if arguments.all else arguments.top, (arguments.hosts, arguments.per_host)
-    print_plan(make_model(arguments.model), options, top, hosts)
+    model = make_model(arguments.model)
+    print_plan(model, options, top, hosts)
+    if density is not None:
+        trained = [as_reals(p) for p in model.parameters() if p.requires_grad]
+        sent = round_bytes(trained, density)
+        whole = sum(p.nbytes for p in trained)
+        print()
+        say(
+            f"With density={density:g}, a round of local steps sends {size_text(sent)} "
+            f"per process: {whole / sent:.1f} times less than a step without compression. Each "
+            "process receives what every other sends."
+        )
     return 0
 
 

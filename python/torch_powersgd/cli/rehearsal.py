@@ -23,7 +23,9 @@ from torch_powersgd.attach import attach
 from torch_powersgd.cli.footprint import assign_buckets
 from torch_powersgd.cli.processes import delay_of, on_every_process, slowest, synchronize
 from torch_powersgd.cli.tables import Report
-from torch_powersgd.group_backends import PLAIN_BACKENDS, find_backends
+from torch_powersgd.group_backends import PLAIN_BACKENDS, find_backends, group_or_default
+from torch_powersgd.local_steps.fragment import Fragment
+from torch_powersgd.local_steps.schedule import lay_under
 from torch_powersgd.matrices import as_reals
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
@@ -184,18 +186,21 @@ class Rehearsal:
             setting.sent_bytes = (_sent_bytes() - before) // steps
         return self.slowest(seconds)
 
-    def round_seconds(self, options: Options) -> float:
-        """The seconds of a round of local steps: an average of all parameters, without a step."""
-        changes = {str(i): p.detach().clone() for i, p in enumerate(self._job.parameters)}
-        compression = attach(changes, options)
+    def round_seconds(self, density: float | None) -> float:
+        """The seconds of a round of local steps of all parameters, without a step."""
+        parameters = {str(i): p.detach().clone() for i, p in enumerate(self._job.parameters)}
+        options = lay_under(None, 0, Options())
+        group = group_or_default(None)
+        fragment = Fragment(parameters, options, group, parameters.keys(), density)
         seconds = []
         for _ in range(WARM_UP_STEPS + ROUNDS[0]):
             synchronize(self._device)
             start = time.perf_counter()
-            compression.all_reduce(changes).wait()
+            fragment.begin(overlaps=False, deed="measure a round")
+            fragment.finish(Fragment.subtract)
             synchronize(self._device)
             seconds.append(time.perf_counter() - start)
-        compression.detach()
+        fragment.compression.detach()
         return statistics.median(self.slowest(seconds[WARM_UP_STEPS:]))
 
     def slowest(self, values: Sequence[float]) -> list[float]:

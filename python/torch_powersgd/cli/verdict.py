@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch_powersgd.cli.rehearsal import Measured
 from torch_powersgd.cli.tables import Table, say
@@ -24,14 +24,15 @@ LOSS = (
     'loss: "shadow" measures that. See "Choose your settings" in the documentation.'
 )
 RECOMMENDED = Options()
-OF_A_ROUND = Options(start_powerSGD_iter=0)
+# Rounds of local steps to compare: an argument of LocalSGD, and the density in it.
+ROUNDS = {"": None, ", density=1/16": 1 / 16}
 
 
 def print_advice(
     measured: Sequence[Measured],
     introduction: str,
     sizes: Sequence[Measured] = (),
-    round_seconds: float = 0.0,
+    rounds: Mapping[str, float] | None = None,
 ) -> None:
     """Prints the verdict and what to do, what was measured, and the table.
 
@@ -39,7 +40,7 @@ def print_advice(
         measured: a step without averaging, the plain one, and the settings.
         introduction: says what was measured.
         sizes: the recommended setting with DDP's own buckets, and with others.
-        round_seconds: a round of local steps with the default options, or 0.
+        rounds: the seconds of rounds of local steps, by the arguments in ``ROUNDS``.
     """
     chosen, sentences = verdict(measured)
     for sentence in sentences:
@@ -56,11 +57,20 @@ def print_advice(
     say(introduction)
     print()
     table_of(measured, chosen).print()
-    of_chosen = [noise(chosen), LOSS] if chosen else []
-    for note in (*of_chosen, local_steps(measured, sizes, round_seconds)):
+    for note in [noise(chosen), LOSS] if chosen else []:
         if note:
             print()
             say(note)
+    if rounds:
+        print()
+        say(
+            "The step still waits for the network: without averaging it takes "
+            f"{ms_text(measured[0].median)} ms. With the arguments below, "
+            "torch_powersgd.LocalSGD(ddp, optimizer, ...) hides the wait, but costs more in loss: "
+            'see "Slow or far links" in the documentation.'
+        )
+        print()
+        local_steps_table(measured[0].median, rounds).print()
 
 
 def noise(setting: Measured) -> str:
@@ -82,22 +92,15 @@ def waits(measured: Sequence[Measured], sizes: Sequence[Measured] = ()) -> bool:
     return best > WAITS * alone.median
 
 
-def local_steps(
-    measured: Sequence[Measured], sizes: Sequence[Measured], round_seconds: float
-) -> str:
-    """Says after how many local steps an average is hidden, or nothing if none are needed."""
-    alone = measured[0].median
-    if not round_seconds or not waits(measured, sizes):
-        return ""
-    hidden = (HIDDEN - 1) * alone
-    every = next((n for n in EVERY if round_seconds / n <= hidden), EVERY[-1])
-    return (
-        f"The step still waits for the network: without averaging it takes {ms_text(alone)} ms. "
-        f"With local steps and a round of {ms_text(round_seconds)} ms every {every} steps, it "
-        f"takes {ms_text(alone + round_seconds / every)} ms but costs more in loss: "
-        f'torch_powersgd.LocalSGD(ddp, optimizer, sync_every={every}). See "Slow or far links" '
-        "in the documentation."
-    )
+def local_steps_table(alone: float, rounds: Mapping[str, float]) -> Table:
+    """How many local steps hide each kind of round, where a step alone takes ``alone`` seconds."""
+    rows = []
+    for arguments, seconds in rounds.items():
+        hidden = (HIDDEN - 1) * alone
+        every = next((n for n in EVERY if seconds / n <= hidden), EVERY[-1])
+        step = alone + seconds / every
+        rows.append((f"sync_every={every}{arguments}", ms_text(seconds), ms_text(step)))
+    return Table(("local steps", "round\nms", "step\nms"), rows)
 
 
 def may_pay(sizes: Sequence[Measured]) -> bool:

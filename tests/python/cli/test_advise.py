@@ -84,7 +84,9 @@ def test_one_process_says_what_was_measured(folder: Path) -> None:
     assert status == 0
     words = " ".join(said.split())
     assert "The step is a stand-in, whose backward pass takes 2 ms." in words
-    assert "torch_powersgd.LocalSGD(ddp, optimizer, sync_every=" in words
+    assert "torch_powersgd.LocalSGD(ddp, optimizer, ...) hides the wait" in words
+    assert "\nsync_every=" in said
+    assert ", density=1/16 " in said
     assert second.value == (0, "")
 
 
@@ -177,7 +179,8 @@ def test_a_process_that_fails_in_the_measurement_leaves_none_waiting(folder: Pat
         ),
         (["--backward-ms", "soon"], "--backward-ms: invalid _milliseconds value: 'soon'"),
         (["--backward-ms", "10", "--step", "models_of_advise:step"], "not allowed with"),
-        (["--ranks", "1", "4", MODEL], "usage: powersgd advise MODULE:FACTORY [options]"),
+        (["--ranks", "1,four"], "--ranks: must be integers separated by commas, got 1,four"),
+        (["--wire-dtype", "int8,int2"], "int4, separated by commas, got int8,int2"),
         ([], "torchrun"),
     ],
 )

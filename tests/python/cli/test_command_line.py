@@ -116,7 +116,7 @@ def test_doctor(folder: Path) -> None:
 
 def test_advise_under_torchrun(folder: Path) -> None:
     job = ["models_of_user:model", "--step", "models_of_user:step"]
-    setting = ["--ranks", 1, 4, "--wire-dtype", "none"]
+    setting = ["--ranks", "1,4", "--wire-dtype", "none"]
     ended = torchrun(PROGRAM, "advise", *job, *setting, cwd=folder)
     said = " ".join(ended.stdout.split())
     assert re.search(r"2 processes \(1 host of 2 processes\), \S+ ms apart one way, 482 kB", said)

@@ -15,7 +15,7 @@ from torch_powersgd.cli.rehearsal import Measured, name_of
 from torch_powersgd.cli.verdict import (
     best_size,
     lines_to_copy,
-    local_steps,
+    local_steps_table,
     may_pay,
     print_advice,
     table_of,
@@ -72,18 +72,22 @@ def test_of_two_wires_that_are_as_fast_the_more_precise_is_taken() -> None:
     assert _chosen(*_measured(200, fast, slow)) is fast
 
 
-@pytest.mark.parametrize(
-    ("fastest", "round_ms", "every"), [(59, 100, None), (61, 12, 5), (61, 100, 50), (61, 9e4, 100)]
-)
-def test_the_fewest_local_steps_that_hide_the_network(
-    fastest: float, round_ms: float, every: int | None
+@pytest.mark.parametrize(("fastest", "does"), [(59, False), (61, True)])
+def test_a_step_waits_for_the_network_if_it_takes_a_fifth_longer(
+    fastest: float, does: bool
 ) -> None:
-    """A step without averaging takes 50 ms here, and hides 2.5 ms."""
-    measured = _measured(200, _setting(16, fastest))
-    assert waits(measured) is (every is not None)
-    said = local_steps(measured, [], round_ms / 1e3)
-    assert bool(said) is (every is not None)
-    assert every is None or f"sync_every={every})" in said
+    """A step without averaging takes 50 ms here."""
+    assert waits(_measured(200, _setting(16, fastest))) is does
+
+
+def test_the_fewest_local_steps_that_hide_the_network() -> None:
+    """A step of 50 ms hides 2.5 ms. A round that no number of steps hides takes the largest."""
+    rounds = {"": 12e-3, ", density=1/16": 100e-3, ", density=1": 90.0}
+    assert [row[0] for row in local_steps_table(50e-3, rounds).rows] == [
+        "sync_every=5",
+        "sync_every=50, density=1/16",
+        "sync_every=100, density=1",
+    ]
 
 
 @pytest.mark.parametrize("milliseconds", [97, 100, 300])
