@@ -197,13 +197,14 @@ void FlatTensors::report(const Admitted& admitted, const at::Tensor& tensor) con
   if (admitted.first_flat) {
     session_->log(
         LogLevel::kWarning,
-        c10::str("compression starts at step ", admitted.step.step, ", matrix rank ",
-                 options_.matrix_approximation_rank, ": a flat gradient of ", tensor.numel(),
-                 " elements is compressed as one matrix, because its layers are unknown; "
-                 "torch_powersgd.attach(ddp) compresses layer by layer, which is more accurate. For "
-                 "a baseline of exact averages, create the group without powersgd. If this "
-                 "all-reduce is yours and not DDP's, call it inside "
-                 "torch_powersgd.scope(\"never\")"));
+        c10::str(
+            "compression starts at step ", admitted.step.step, ", matrix rank ",
+            options_.matrix_approximation_rank, ": a flat gradient of ", tensor.numel(),
+            " elements is compressed as one matrix, because its layers are unknown; "
+            "torch_powersgd.attach(ddp) compresses layer by layer, which is more accurate. For a "
+            "baseline of exact averages, create the group without powersgd. If this "
+            "all-reduce is yours and not DDP's, call it inside "
+            "torch_powersgd.scope(\"never\")"));
   }
   if (admitted.first_turn) {
     session_->log(

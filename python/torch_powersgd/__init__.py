@@ -15,6 +15,7 @@ from torch_powersgd.attach import attach
 from torch_powersgd.compression import Compression
 from torch_powersgd.local_steps import DiLoCo, LocalSGD
 from torch_powersgd.options import Options, configure
+from torch_powersgd.per_rank import load_per_rank, save_per_rank
 from torch_powersgd.scope import scope
 from torch_powersgd.shadow_mode import Shadow, ShadowedLayer, shadow
 from torch_powersgd.stats import stats
@@ -29,6 +30,8 @@ __all__ = [
     "__version__",
     "attach",
     "configure",
+    "load_per_rank",
+    "save_per_rank",
     "scope",
     "shadow",
     "stats",
