@@ -61,7 +61,6 @@ def _draw_link(axes: Any, setting: report.Record, names: Sequence[str]) -> None:
         axes.axvline(none, color="black", linestyle=":", linewidth=1)
     axes.set_title(link(setting), fontsize=10)
     axes.set_xlim(0, 1.3 * max(v for v in values if v == v))
-    axes.set_xticks([])
+    axes.locator_params(axis="x", nbins=4)
     axes.set_yticks([])
     axes.invert_yaxis()
-    axes.spines["bottom"].set_visible(False)
