@@ -72,7 +72,7 @@ _DELAYED = (
 )
 _LEARNING = (
     "plain hook-1-bucket:16 int8-wire:16 diloco+wire_dtype=int4:32"
-    " diloco+fragment_sync_delay=5:16 torchft+lr=0.8+momentum=0.3:10"
+    " diloco+fragment_sync_delay=5:16 sparse torchft+lr=0.8+momentum=0.3:10"
 )
 _LOCAL = "bench_cluster.py --models demo --ranks 2 --rounds 3 --steps 10 --methods none"
 _LOSSES = "bench_convergence.py losses --resume"

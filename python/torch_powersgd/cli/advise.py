@@ -40,7 +40,7 @@ from torch_powersgd.group_backends import find_backends
 from torch_powersgd.options import Options
 from torch_powersgd.units import ms_text, size_text
 
-RANKS = [4, 8, 16, 32]
+RANKS = [8, 16, 32]
 GUESSED_BACKWARD_MS = 200.0
 
 ADVISE = """\

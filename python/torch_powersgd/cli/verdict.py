@@ -20,8 +20,9 @@ WORTH_OF_RANK = 1.05  # times the fastest step; a higher matrix rank is worth th
 HEADINGS = ("", "step\nms", "quartiles\nms", "sent\nper step", "times faster\nthan plain")
 NOISY = 1.3  # times from the lower quartile of a setting's steps to the upper one
 LOSS = (
-    "A higher matrix rank trains more like plain averaging. This says nothing about your model's "
-    'loss: "shadow" measures that. See "Choose your settings" in the documentation.'
+    "A lower matrix rank costs more loss, which this doesn't measure: take a higher one if its step "
+    "is fast enough for you. \"shadow\" measures your model's error at each. See \"Choose your "
+    'settings" in the documentation.'
 )
 RECOMMENDED = Options()
 # Rounds of local steps to compare: an argument of LocalSGD, and the density in it.
@@ -52,15 +53,15 @@ def print_advice(
                 f"With bucket_cap_mb={size.bucket_cap_mb} a step takes {ms_text(size.median)} ms, "
                 f"instead of {ms_text(sizes[0].median)} ms with DDP's own buckets."
             )
+        for note in (LOSS, noise(chosen)):
+            if note:
+                print()
+                say(note)
         print(f"\n{lines_to_copy(chosen.options, size.bucket_cap_mb if size else None)}")
     print()
     say(introduction)
     print()
     table_of(measured, chosen).print()
-    for note in [noise(chosen), LOSS] if chosen else []:
-        if note:
-            print()
-            say(note)
     if rounds:
         print()
         say(

@@ -146,7 +146,9 @@ def test_the_line_is_printed_if_a_setting_pays(capsys: pytest.CaptureFixture[str
     print_advice(_measured(200, _setting(16, 100)), "Two processes.")
     verdict_of, table_and_notes = capsys.readouterr().out.split("\nTwo processes.\n")
     assert verdict_of.startswith("Compression pays here")
-    assert "\ntorch_powersgd.attach(ddp, " in verdict_of
+    what_it_costs, line, _ = verdict_of.partition("\ntorch_powersgd.attach(ddp, ")
+    assert line
+    assert "A lower matrix rank costs more loss" in what_it_costs
     assert "plain gloo" in table_and_notes
     print_advice(_measured(100, _setting(16, 100)), "Two processes.")
     assert "attach" not in capsys.readouterr().out
