@@ -30,11 +30,16 @@ manager = Manager(group, load_state_dict, state_dict, min_replica_size=1)
 ddp = DistributedDataParallel(manager, model)
 compression = group.attach(ddp, manager)
 optimizer = Optimizer(manager, inner)
+print(f"this replica is process {os.getpid()}", flush=True)
+replicas = 0
 while manager.current_step() < STEPS:
     inputs = torch.randn(32, 512)
     optimizer.zero_grad()  # asks the lighthouse who is there
     loss = nn.functional.mse_loss(ddp(inputs), inputs.roll(1, dims=1))
     loss.backward()  # averages over these replicas
     optimizer.step()  # unless one of them has left meanwhile
-print(f"step {manager.current_step()} with {manager.num_participants()} replicas\n{compression}")
+    if manager.num_participants() != replicas:
+        replicas = manager.num_participants()
+        print(f"step {manager.current_step()}, replicas: {replicas}", flush=True)
+print(f"ended at step {manager.current_step()}\n{compression}")
 manager.shutdown(wait=False)
