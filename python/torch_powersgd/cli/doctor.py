@@ -27,7 +27,7 @@ from torch_powersgd.options import Options, from_environment, to_core, unknown_v
 
 PACKAGES = (
     "accelerate", "composer", "deepspeed", "lightning", "numpy", "pytorch-lightning", "ray",
-    "torchtitan", "transformers",
+    "torchft", "torchft-nightly", "torchtitan", "transformers",
 )  # fmt: skip
 # Variables that change what this package, torch.distributed, Gloo or NCCL does.
 VARIABLES = re.compile(
