@@ -76,6 +76,10 @@ _LEARNING = (
 )
 _LOCAL = "bench_cluster.py --models demo --ranks 2 --rounds 3 --steps 10 --methods none"
 _LOSSES = "bench_convergence.py losses --resume"
+_MORE = (
+    f"{_LOSSES} --methods plain int8-wire:16 diloco+wire_dtype=int4:32 sparse"
+    " torchft+lr=0.8+momentum=0.3:10"
+)
 PARTS = {
     "stages": [
         Measurement(
@@ -131,14 +135,11 @@ PARTS = {
     "convergence": [
         Measurement("convergence", 360, _LOSSES, picture=True),
         Measurement("local_steps", 65, f"{_LOSSES} --stages local", picture=True),
-        Measurement(
-            "local_steps_4",
-            30,
-            f"{_LOSSES} --ranks 4 --seeds 3 --tasks language lstm --methods plain int8-wire:16"
-            " diloco+wire_dtype=int4:32 sparse torchft+lr=0.8+momentum=0.3:10",
-        ),
+        Measurement("local_steps_4", 30, f"{_MORE} --ranks 4 --seeds 3 --tasks language lstm"),
+        Measurement("local_steps_8", 15, f"{_MORE} --ranks 8 --seeds 2 --tasks language"),
         Measurement("local_steps_long", 55, f"{_LOSSES} --stages local-long --seeds 3"),
-        Measurement("local_steps_muon", 15, f"{_LOSSES} --stages local-muon --seeds 2"),
+        Measurement("local_steps_muon", 20, f"{_LOSSES} --stages local-muon --seeds 3"),
+        Measurement("width", 80, f"{_LOSSES} --stages width --seeds 2"),
         Measurement("shadow", 10, "bench_convergence.py shadow"),
         Measurement("unlike_data", 5, "bench_convergence.py unlike-data"),
     ],

@@ -190,6 +190,10 @@ STAGES = {
         "plain int8-wire:16 diloco+wire_dtype=int4:32 diloco+sync_every=30:32 "
         f"diloco+sync_every=100:32 {_SPARSE} {_EXACT}",
     ),
+    "width": Stage(
+        [*WIDTHS, *WIDTHS_MUON],
+        f"plain int8-wire:8,16,32 diloco+wire_dtype=int4:32 sparse {_EXACT}",
+    ),
 }
 USUAL = ("front", "curve", "large", "variants")  # those of convergence.json
 
