@@ -20,8 +20,8 @@ WORTH_OF_RANK = 1.05  # times the fastest step; a higher matrix rank is worth th
 HEADINGS = ("", "step\nms", "quartiles\nms", "sent\nper step", "times faster\nthan plain")
 NOISY = 1.3  # times from the lower quartile of a setting's steps to the upper one
 LOSS = (
-    "A lower matrix rank costs more loss, which this doesn't measure: take a higher one if its step "
-    "is fast enough for you. \"shadow\" measures your model's error at each. See \"Choose your "
+    "A lower matrix rank costs more loss, which this doesn't measure: take a higher one if its "
+    'step is fast enough. "shadow" measures the error of each in your training. See "Choose your '
     'settings" in the documentation.'
 )
 RECOMMENDED = Options()
