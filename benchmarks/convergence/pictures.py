@@ -26,7 +26,7 @@ LABELED = "hook-1-bucket", "int8-wire"  # lines whose points have their matrix r
 LOCAL_STYLES = {
     "local-sgd": ("#0072b2", "^", "none"),
     "diloco": ("#009e73", "^", "none"),
-    "sparse": ("#d55e00", "v", "none"),
+    "sparse": ("#000000", "v", "none"),
     "sparse-loco": ("#e69f00", "v", "none"),
     "post-local-sgd": ("#999999", "P", "none"),
     "torchft": ("#cc79a7", "X", "none"),
@@ -70,7 +70,8 @@ def _lines(methods: tables.Methods) -> dict[str, list[Point]]:
     for name in tables.in_order(methods):
         contender = tables.contender(name)
         base = contender.method.partition("+")[0]
-        drawn = base if base in LOCAL_STYLES else contender.method
+        is_local = base in LOCAL_STYLES and "matrix_approximation_rank" not in contender.method
+        drawn = base if is_local else contender.method
         if drawn in ALL_STYLES:
             point = (
                 tables.times_fewer(methods, name),

@@ -19,7 +19,7 @@ from torch_powersgd.attachment import Attachment
 from torch_powersgd.compression import Compression
 from torch_powersgd.group_backends import find_backends
 from torch_powersgd.hosts import in_two_levels
-from torch_powersgd.matrices import as_reals, exact_dtypes, highest_rank, is_exact
+from torch_powersgd.matrices import as_reals, beyond_the_rate, exact_dtypes, highest_rank, is_exact
 from torch_powersgd.options import Options, rank_text, to_core, with_fields
 from torch_powersgd.proposal import agree
 from torch_powersgd.sparse import Sparse
@@ -190,15 +190,22 @@ def _announce(compression: Compression, target: Target) -> None:
         else ""
     )
     fewest, most = min(per_host), max(per_host)
-    sender = f"in a step, each host of {most} processes" if in_two_levels(hosts) else "a step"
+    sender = "a step sends" if len(hosts) == 2 else "the payload of a step is"
+    if in_two_levels(hosts) and len(per_host) == 2:
+        sender = f"in a step, each host of {most} processes sends"
     share = 100 * outline.compressed_numel / outline.numel
     those = f"; those in {exact} are averaged exactly" if exact else ""
     say.notice(
         f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
-        f"elements) are compressed at matrix rank {rank_text(options)}{those}; {sender} sends "
+        f"elements) are compressed at matrix rank {rank_text(options)}{those}; {sender} "
         f"{size_text(outline.bytes_after)} instead of {size_text(outline.bytes_before)}, from "
         f"step {options.start_powerSGD_iter} on{on_one_host}"
     )
+    for name, own in beyond_the_rate(target.gradients(), options).items():
+        say.warning(
+            f"{name!r} is averaged exactly: at matrix rank {own}, which matrix_ranks sets, its "
+            f"factors are not min_compression_rate={rate:g} times smaller than its gradient"
+        )
     if fewest != most:
         say.notice(
             f"hosts have {fewest} to {most} processes, so each process sends for itself. With "

@@ -33,7 +33,6 @@ class Compression(Stateful):
     is gone, the handle keeps the residuals for ``attach(previous=...)`` as long as the model lives.
 
     Attributes:
-        group: The process group that is averaged over.
         options: The options in effect.
     """
 
@@ -51,7 +50,7 @@ class Compression(Stateful):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group that it averages over."""
+        """The process group that is averaged over."""
         return self.attachment.group
 
     @property
@@ -125,10 +124,10 @@ class Compression(Stateful):
             and repaired.
 
             ``compressed_calls`` and ``exact_calls``: buckets that were compressed, or sent whole.
-            ``bytes_before``: the gradients. ``bytes_after``: what this process sent instead, as
-            encoded on the wire; what its host sent, where hosts sum the payloads of several
-            processes. ``ratio`` of the two, and ``compressed_ratio``, the same for the compressed
-            calls alone.
+            ``bytes_before``: the gradients. ``bytes_after``: the payloads sent in their place, as
+            encoded on the wire. Two processes send each other one, as do two hosts that sum those
+            of their processes. Among more, each sends several. ``ratio`` of the two, and
+            ``compressed_ratio``, the same for the compressed calls alone.
 
             ``seconds`` of each stage. ``residual_norms``: {parameter: Frobenius norm}.
 

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from torch_powersgd._core import _C
 from torch_powersgd.option_values import dtype_name
-from torch_powersgd.options import Options
+from torch_powersgd.options import Options, to_core
 
 
 def as_reals(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,6 +28,23 @@ def highest_rank(parameters: Iterable[torch.Tensor], options: Options) -> int:
         bound = rows * cols / (max(rows + cols, 1) * options.min_compression_rate)
         highest = max(highest, min(math.ceil(bound) - 1, _C.max_rank))
     return highest
+
+
+def beyond_the_rate(parameters: Mapping[str, torch.Tensor], options: Options) -> dict[str, int]:
+    """The parameters that only a matrix rank of their own keeps from being compressed, and it."""
+    core = to_core(options)
+
+    def fits(parameter: torch.Tensor, rank: int | None) -> int:
+        return _C.matrix_rank(
+            list(as_reals(parameter).shape), core, as_reals(parameter).dtype, rank
+        )
+
+    own = {name: _C.rank_of(name, core) for name in parameters}
+    return {
+        name: rank
+        for name, rank in own.items()
+        if rank and not fits(parameters[name], rank) and fits(parameters[name], None)
+    }
 
 
 def is_exact(parameter: torch.Tensor) -> bool:

@@ -170,13 +170,18 @@ class Shadow:
             f"{error:.3f} at matrix rank {rank}" for rank, error in self._errors.items()
         )
         found = f"error of the compressed gradients over {self.steps} steps: {errors}"
-        by_rank = [error for _, error in sorted(self._errors.items())]
-        if all(lower >= higher for lower, higher in itertools.pairwise(by_rank)):
+        if self.falls:
             return found
         return (
             f"{found}. They don't fall with the matrix rank, so they don't say which loss is "
             "lower: measure later in training, or compare the losses of short runs"
         )
+
+    @property
+    def falls(self) -> bool:
+        """Whether the error of each matrix rank is at most that of the next lower one."""
+        by_rank = [error for _, error in sorted(self._errors.items())]
+        return all(lower >= higher for lower, higher in itertools.pairwise(by_rank))
 
     def _hook(self) -> Hook:
         def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -66,7 +66,8 @@ class InFlight:
 
 def check_density(density: Any) -> None:
     """Raises a ValueError if a density is not valid."""
-    require(positive("density", density) <= 1, "density", "a number <= 1, or None", density)
+    fits = positive("density", density) <= 1
+    require(fits, "density", "a number <= 1 such as 1/16, or None", density)
 
 
 def round_bytes(tensors: List, density: float) -> int:

@@ -167,7 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
             with progress("measuring buckets", shown=first) as report:
                 open_question = functools.partial(may_pay, sizes)
                 measure(rehearsal, sizes, BUCKETS_SECONDS, report, open_question)
-        kinds = ROUNDS if waits(measured, sizes) else {}
+        kinds = ROUNDS if chosen and waits(measured, sizes) else {}
         rounds = {kind: rehearsal.round_seconds(density) for kind, density in kinds.items()}
         del rehearsal  # before the group
     if first:  # The group has ended, so no process waits for this one.

@@ -26,6 +26,7 @@ from torch_powersgd.cli.arguments import (
 from torch_powersgd.cli.footprint import Footprint, assign_buckets, footprint_of_bucket, ring_bytes
 from torch_powersgd.cli.tables import GAP, Table, say, terminal_width
 from torch_powersgd.cli.verdict import RECOMMENDED
+from torch_powersgd.local_steps.schedule import lay_under
 from torch_powersgd.matrices import as_reals, compressible
 from torch_powersgd.option_values import dtype_name, parse
 from torch_powersgd.options import Options, check_matrix_ranks, rank_text, to_core
@@ -94,13 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
     print_plan(model, options, top, hosts)
     if density is not None:
         trained = [as_reals(p) for p in model.parameters() if p.requires_grad]
+        factors = footprint_of_model(model, Options(**lay_under(None, 0, Options())), ONE_EACH)
         sent = round_bytes(trained, density)
-        whole = sum(p.nbytes for p in trained)
         print()
         say(
-            f"With density={density:g}, a round of local steps sends {size_text(sent)} "
-            f"per process: {whole / sent:.1f} times less than a step without compression. Each "
-            "process receives what every other sends."
+            f"An average of local steps sends {size_text(sent)} to each other process with "
+            f"density={density:g}, and {size_text(factors.sent_bytes)} with factors, their default."
         )
     return 0
 
@@ -281,8 +281,9 @@ def _sent(footprint: Footprint, hosts: Hosts) -> str:
     """What a process sends, or a host whose processes share a link to others."""
     whole, part = footprint.gradient_bytes, footprint.sent_bytes
     by, place = "Each step sends", " per process"
-    if hosts[0] > 1 and hosts[1] > 1:
+    if hosts[0] > 1 and math.prod(hosts) > 2:
         whole, part = ring_bytes(whole, math.prod(hosts)), footprint.host_bytes
+    if hosts[0] > 1 and hosts[1] > 1:
         by, place = f"In a step, each of {hosts[0]} hosts of {hosts[1]} processes sends", ""
     sizes = f"{size_text(part)}{place} instead of {size_text(whole)}"
     return f"{by} {sizes}: {whole / part:.1f} times less."
@@ -297,7 +298,7 @@ def _table(shown: list[Row], others: list[Row], footprint: Footprint, prefix: in
         rows.append((f"{count} others", "", rank, *_numbers(others)))
     totals = (footprint.gradient_bytes, footprint.sent_bytes)
     last = ("all", "", "", *map(size_text, totals), f"{totals[0] / totals[1]:.1f}")
-    headings = ("parameter", "shape", "matrix rank", "gradient", "sent", "ratio")
+    headings = ("parameter", "shape", "matrix rank", "gradient", "payload", "ratio")
     columns = list(zip(headings, *rows, last, strict=True))
     taken = sum(max(map(len, column)) + GAP for column in columns[1:])
     for_name = max(terminal_width() - taken, SHORTEST_NAME)

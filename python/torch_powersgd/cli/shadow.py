@@ -132,6 +132,11 @@ def verdict(measured: Shadow, parameters: Sequence[torch.Tensor]) -> str:
             f"Matrix rank {rank} is enough: the error of the gradients is {error:.2f}, and below "
             f"{LARGE:g} the loss hardly suffers."
         )
+    if not measured.falls:
+        return (
+            "These errors don't tell which matrix rank is enough: all of them are above "
+            f"{LARGE:g}, and they don't fall with the matrix rank."
+        )
     return (
         f"No matrix rank up to {rank} is enough: at {rank}, the error of the gradients is "
         f"{error:.2f}, and above {LARGE:g} the loss is likely to suffer. Try higher --ranks."

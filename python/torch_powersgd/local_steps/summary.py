@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from torch_powersgd.local_steps.rounds import Rounds
+from torch_powersgd.option_values import dtype_name
+from torch_powersgd.options import rank_text
 from torch_powersgd.stats import ratio
 from torch_powersgd.units import size_text, times_text
 
@@ -39,7 +43,8 @@ def announcement(rounds: Rounds) -> str:
     after = sum(fragment.round_bytes for fragment in rounds.fragments) + rounds.buffers.nbytes
     return (
         f"{rounds.kind}: {every} steps send {size_text(after)} instead of {size_text(before)} "
-        f"({times_text(ratio(before, after))} fewer)"
+        f"({times_text(ratio(before, after))} fewer), from step {rounds.schedule.warmup_steps} on, "
+        f"with {_setting(rounds)}"
     )
 
 
@@ -48,14 +53,27 @@ def text_of(rounds: Rounds, counts: Mapping[str, Any]) -> str:
     every, count = rounds.schedule.sync_every, rounds.schedule.fragments
     dropped = f", {counts['dropped_rounds']} dropped" if counts["dropped_rounds"] else ""
     parts = f", in {count} fragments" if count > 1 else ""
+    sent = f"sent {size_text(counts['bytes_after'])}"
+    if counts["bytes_before"]:
+        before, times = counts["bytes_before"], counts["ratio"]
+        where = f"{times_text(counts['round_ratio'])} where compressed"
+        sent += f" instead of {size_text(before)} ({times_text(times)} fewer, {where})"
     lines = (
-        f"{rounds.kind} over {rounds.group.size()} processes: averages every {every} steps{parts}",
-        f"step {counts['steps']}: {counts['rounds']} rounds{dropped}",
-        f"sent {size_text(counts['bytes_after'])} instead of {size_text(counts['bytes_before'])} "
-        f"({times_text(counts['ratio'])} fewer, {times_text(counts['round_ratio'])} where "
-        "compressed)",
+        f"{rounds.kind} over {rounds.group.size()} processes: averages every {every} steps{parts}, "
+        f"with {_setting(rounds)}",
+        f"step {counts['steps']}, rounds: {counts['rounds']}{dropped}",
+        sent,
     )
     return "\n  ".join(lines)
+
+
+def _setting(rounds: Rounds) -> str:
+    """Returns the density or the matrix rank in words."""
+    fragment = rounds.fragments[0]
+    if fragment.sparse is not None:
+        return fragment.sparse.described
+    options = fragment.compression.options
+    return f"matrix rank {rank_text(options)} in {dtype_name(options.wire_dtype or torch.float32)}"
 
 
 def _gradient_bytes(rounds: Rounds) -> int:

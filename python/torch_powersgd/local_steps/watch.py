@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch_powersgd import grad_scaler, log
 from torch_powersgd.local_steps import averaging
 from torch_powersgd.local_steps.counting import StepCounter
-from torch_powersgd.local_steps.fragment import reshard
+from torch_powersgd.local_steps.fragment import Tensors, reshard
 from torch_powersgd.local_steps.loads import Loads
 from torch_powersgd.local_steps.rounds import Found, Rounds
 from torch_powersgd.optimizer_steps import parameters_of, watch, watchers
@@ -55,7 +55,7 @@ class Watch:
         self._uncounted = 0  # optimizer steps since the last that counts
         self._had_step = self._knows_state = False
         self.counter = StepCounter(optimizers, self._count)
-        self._warn_of_others()
+        self._warn_of_others(found.trained)
         watch(self)
         self._wrappers: set[DistributedDataParallel] = set()  # which average nothing
         self._stop_averaging()
@@ -120,10 +120,16 @@ class Watch:
                         "them, they undo the averages: use an optimizer that holds none"
                     )
 
-    def _warn_of_others(self) -> None:
-        """Warns of parameters that the optimizers train but that are not in the model."""
+    def _warn_of_others(self, trained: Tensors) -> None:
+        """Warns of parameters that only the model or only the optimizers hold."""
         own = {*self._model.parameters()}
-        held = (p for optimizer in self.counter.optimizers for p in parameters_of(optimizer))
+        held = [p for optimizer in self.counter.optimizers for p in parameters_of(optimizer)]
+        if untrained := [name for name, p in trained.items() if p not in {*held}]:
+            self._warn(
+                f"the optimizer that {self._kind} was given does not hold {len(untrained)} of the "
+                f"model's trainable parameters, the first of them {untrained[0]!r}. If another "
+                "optimizer trains them, pass both as a list"
+            )
         others = [list(p.shape) for p in held if p.requires_grad and p not in own]
         if others:
             self._warn(

@@ -258,7 +258,7 @@ def test_a_round_that_is_not_finite_changes_nothing(rank: int, delay: int) -> No
 def test_densities_that_do_not_fit_are_refused(rank: int) -> None:
     wrong: list[tuple[Any, str]] = [
         (0, "a finite number > 0"),
-        (1.5, "a number <= 1, or None"),
+        (1.5, "a number <= 1 such as 1/16, or None"),
         ("x", "a finite number > 0"),
     ]
     for density, message in wrong:

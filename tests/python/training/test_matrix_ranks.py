@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch_powersgd as tp
 from support.ddp import make_compressed, train
 from support.ledger import Ledger, residuals_of
+from support.log_records import LogRecords
 from support.on_ranks import on_ranks
 from support.synthetic import SHAPES, Synthetic, mean_gradients
 from support.tensors import relative_error
@@ -42,6 +44,15 @@ def test_each_has_its_own(rank: int, wire: str | None) -> None:
     assert residuals_of(compression).keys() == {"conv", "tall"}
     ledger.check(compression)
     assert ledger.errors()["wide"] < 1e-5 < 0.1 < ledger.errors()["conv"]
+
+
+@on_ranks(2)
+def test_a_rank_that_ends_the_compression_of_a_parameter_is_named(rank: int) -> None:
+    records = LogRecords(logging.WARNING)
+    make_compressed(SHAPES, {**OPTIONS, "matrix_ranks": {"*.wide": 500, "*": 3}})
+    named = "'weights.wide' is averaged exactly: at matrix rank 500, which matrix_ranks sets"
+    assert len(records.matching("is averaged exactly")) == (rank == 0)
+    assert len(records.matching(named)) == (rank == 0)
 
 
 @on_ranks(2)
