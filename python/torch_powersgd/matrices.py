@@ -32,19 +32,16 @@ def highest_rank(parameters: Iterable[torch.Tensor], options: Options) -> int:
 
 def beyond_the_rate(parameters: Mapping[str, torch.Tensor], options: Options) -> dict[str, int]:
     """The parameters that only a matrix rank of their own keeps from being compressed, and it."""
-    core = to_core(options)
-
-    def fits(parameter: torch.Tensor, rank: int | None) -> int:
-        return _C.matrix_rank(
-            list(as_reals(parameter).shape), core, as_reals(parameter).dtype, rank
+    core, found = to_core(options), {}
+    for name, parameter in parameters.items():
+        real = as_reals(parameter)
+        own = _C.rank_of(name, core)
+        with_own, with_all = (
+            _C.matrix_rank(list(real.shape), core, real.dtype, rank) for rank in (own, None)
         )
-
-    own = {name: _C.rank_of(name, core) for name in parameters}
-    return {
-        name: rank
-        for name, rank in own.items()
-        if rank and not fits(parameters[name], rank) and fits(parameters[name], None)
-    }
+        if own and not with_own and with_all:
+            found[name] = own
+    return found
 
 
 def is_exact(parameter: torch.Tensor) -> bool:
