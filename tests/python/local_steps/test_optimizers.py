@@ -182,8 +182,13 @@ def test_an_optimizer_that_holds_weights_is_named(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_parameters_outside_the_model_are_named(rank: int) -> None:
+def test_parameters_that_one_side_lacks_are_named(rank: int) -> None:
+    """As those of the second of two optimizers that was forgotten."""
     model, records = make_net(), LogRecords(logging.WARNING)
+    weight, *others = dict(model.named_parameters())
+    tp.LocalSGD(model, torch.optim.SGD([model.get_parameter(weight)]), EVERY, OPTIONS).detach()
+    found = records.matching(f"not hold {len(others)} of the .*, the first of them '{others[0]}'")
+    assert len(found) == (rank == 0)
     everything = [*model.parameters(), *nn.Linear(3, 5).parameters()]
     optimizer = torch.optim.SGD(everything, lr=0.1)
     tp.LocalSGD(model, optimizer, EVERY, OPTIONS).detach()
