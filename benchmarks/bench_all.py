@@ -72,7 +72,7 @@ _DELAYED = (
 )
 _LEARNING = (
     "plain hook-1-bucket:16 int8-wire:16 diloco+wire_dtype=int4:32"
-    " diloco+fragment_sync_delay=5:16 sparse torchft+lr=0.8+momentum=0.3:10"
+    " diloco+fragment_sync_delay=5:16 torchft+lr=0.8+momentum=0.3:10"
 )
 _LOCAL = "bench_cluster.py --models demo --ranks 2 --rounds 3 --steps 10 --methods none"
 _LOSSES = "bench_convergence.py losses --resume"
@@ -115,6 +115,11 @@ PARTS = {
             f" --learning-steps 200 --learning-methods {_LEARNING}",
         ),
         Measurement(
+            "cluster_local_density",
+            5,
+            f"{_LOCAL} int8-wire:16 diloco+wire_dtype=int4:32 sparse --rates 100mbit --delays 50",
+        ),
+        Measurement(
             "cluster_local",
             10,
             f"{_LOCAL} {_LEARNING} local-sgd:16 local-sgd+fragments=5:16 --rates 1gbit"
@@ -136,7 +141,7 @@ PARTS = {
         Measurement("convergence", 360, _LOSSES, picture=True),
         Measurement("local_steps", 65, f"{_LOSSES} --stages local", picture=True),
         Measurement("local_steps_4", 30, f"{_MORE} --ranks 4 --seeds 3 --tasks language lstm"),
-        Measurement("local_steps_8", 15, f"{_MORE} --ranks 8 --seeds 2 --tasks language"),
+        Measurement("local_steps_8", 10, f"{_MORE} --ranks 8 --seeds 1 --tasks language"),
         Measurement("local_steps_long", 55, f"{_LOSSES} --stages local-long --seeds 3"),
         Measurement("local_steps_muon", 20, f"{_LOSSES} --stages local-muon --seeds 3"),
         Measurement("width", 80, f"{_LOSSES} --stages width --seeds 2"),

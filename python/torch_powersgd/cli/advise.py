@@ -35,7 +35,7 @@ from torch_powersgd.cli.rehearsal import (
 )
 from torch_powersgd.cli.stand_in import StandIn
 from torch_powersgd.cli.tables import progress
-from torch_powersgd.cli.verdict import ROUNDS, may_pay, print_advice, verdict, waits
+from torch_powersgd.cli.verdict import FEW, ROUNDS, may_pay, print_advice, verdict, waits
 from torch_powersgd.group_backends import find_backends
 from torch_powersgd.options import Options
 from torch_powersgd.units import ms_text, size_text
@@ -168,7 +168,11 @@ def run(arguments: argparse.Namespace) -> int:
                 open_question = functools.partial(may_pay, sizes)
                 measure(rehearsal, sizes, BUCKETS_SECONDS, report, open_question)
         kinds = ROUNDS if chosen and waits(measured, sizes) else {}
-        rounds = {kind: rehearsal.round_seconds(density) for kind, density in kinds.items()}
+        rounds = {
+            kind: rehearsal.round_seconds(density)
+            for kind, density in kinds.items()
+            if density is None or len(hosts) <= FEW
+        }
         del rehearsal  # before the group
     if first:  # The group has ended, so no process waits for this one.
         introduction = _introduction(arguments, job, hosts, delay)
