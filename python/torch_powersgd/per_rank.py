@@ -118,16 +118,17 @@ def _last(everyone: list[dict[str, Any]]) -> int | None:
 def _check(everyone: list[dict[str, Any]]) -> str:
     if _last(everyone) is not None:
         return ""
-    if any(found["steps"] for found in everyone):
+    worlds = {world for found in everyone for world in found["worlds"]}
+    if len(everyone) in worlds:
         steps = "; ".join(
             f"rank {rank} has {', '.join(map(str, found['steps'])) or 'none'}"
             for rank, found in enumerate(everyone)
         )
         return f"no step was saved by all processes: {steps}"
-    worlds = {str(world) for found in everyone for world in found["worlds"]}
     if worlds:
+        saved = " or ".join(map(str, sorted(worlds)))
         return (
-            f"the checkpoints are of {' or '.join(sorted(worlds))} processes, and "
-            f"{len(everyone)} load them: start as many, or choose another folder"
+            f"the checkpoints are of {saved} processes, and {len(everyone)} load them: start as "
+            "many, or choose another folder"
         )
     return ""

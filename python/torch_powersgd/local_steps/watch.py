@@ -123,8 +123,8 @@ class Watch:
     def _warn_of_others(self, trained: Tensors) -> None:
         """Warns of parameters that only the model or only the optimizers hold."""
         own = {*self._model.parameters()}
-        held = [p for optimizer in self.counter.optimizers for p in parameters_of(optimizer)]
-        if untrained := [name for name, p in trained.items() if p not in {*held}]:
+        held = {p: None for each in self.counter.optimizers for p in parameters_of(each)}
+        if untrained := [name for name, p in trained.items() if p not in held]:
             self._warn(
                 f"the optimizer that {self._kind} was given does not hold {len(untrained)} of the "
                 f"model's trainable parameters, the first of them {untrained[0]!r}. If another "
