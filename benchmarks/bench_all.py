@@ -141,7 +141,11 @@ PARTS = {
         Measurement("convergence", 360, _LOSSES, picture=True),
         Measurement("local_steps", 65, f"{_LOSSES} --stages local", picture=True),
         Measurement("local_steps_4", 30, f"{_MORE} --ranks 4 --seeds 3 --tasks language lstm"),
-        Measurement("local_steps_8", 10, f"{_MORE} --ranks 8 --seeds 1 --tasks language"),
+        Measurement(
+            "local_steps_8",
+            12,
+            f"{_MORE} sparse+lr=0.5+momentum=0.0 --ranks 8 --seeds 1 --tasks language",
+        ),
         Measurement("local_steps_long", 55, f"{_LOSSES} --stages local-long --seeds 3"),
         Measurement("local_steps_muon", 20, f"{_LOSSES} --stages local-muon --seeds 3"),
         Measurement("width", 80, f"{_LOSSES} --stages width --seeds 2"),
