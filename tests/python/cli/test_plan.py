@@ -157,7 +157,8 @@ def test_every_parameter(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "payloads", "ring"), [((2, 4), 1.0, 7 / 4), ((4, 4), 1.5, 15 / 8), ((2, 1), 1.0, 1)]
+    ("hosts", "payloads", "ring"),
+    [((2, 4), 1.0, 7 / 4), ((4, 4), 1.5, 15 / 8), ((2, 1), 1.0, 1), ((4, 1), 1.5, 3 / 2)],
 )
 def test_a_host_sends_the_sum_of_its_processes(
     plan: Plan, hosts: tuple[int, int], payloads: float, ring: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from support.models import Spectral
 from support.synthetic import COMPRESSED, SHAPES, gradient, gradients, mean_gradients
 from support.tensors import Tensors, same
 from torch_powersgd.cli.plan import rows_of
+from torch_powersgd.cli.shadow import verdict
 from torch_powersgd.shadow_mode import Shadow
 
 STEPS = 5
@@ -202,4 +204,8 @@ def test_errors_that_do_not_fall_with_the_rank_say_that_they_rank_nothing() -> N
     shadow.step = shadow.steps = 50
     for errors, in_order in (([1.07, 0.6, 0.0, 0.0], True), ([1.07, 1.19, 1.14, 0.6], False)):
         shadow._errors = dict(zip((1, 4, 16, 64), errors, strict=True))
+        shadow.ranks = tuple(shadow._errors)
+        layers: Any = {rank: [SimpleNamespace(rank=rank)] for rank in shadow.ranks}
+        shadow.layers = layers
         assert ("don't say which loss is lower" not in str(shadow)) is in_order
+        assert ("don't tell which matrix rank" not in verdict(shadow, [])) is in_order

@@ -28,6 +28,7 @@ RAW = 128 + 64
 SENT = 2 * (128 + 64) + 2 * (32 + 144) + RAW  # without the counts
 FACTORS_IN_GROUPS = 64 * 2 * (2 + 1 + 1 + 3)  # groups of 64 elements, for a wire that rounds
 ON_ONE_HOST = "all processes run on this host, where plain all-reduce may be just as fast"
+ON_UNEQUAL_HOSTS = "hosts have 1 to 2 processes, so each process sends"
 OPTIONS: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
 FLOAT32 = tp.Options.hook_defaults()  # of the group
 NOT_STARTED = "nothing has been compressed in {} steps: compression starts at step {}"
@@ -95,7 +96,7 @@ def test_attach_in_a_group_of_one_says_that_nothing_is_sent() -> None:
         (2, "00", ("; a step sends ", f"; {ON_ONE_HOST}\n")),
         (2, "01", ("; a step sends ", "from step 4 on\n")),
         (4, "0110", ("; in a step, each host of 2 processes sends ", "from step 4 on\n")),
-        (3, "010", ("; the payload of a step is ", "so each process sends")),
+        (3, "010", ("; the payload of a step is ", ON_UNEQUAL_HOSTS)),
     ],
 )
 @on_ranks(backend=None)
