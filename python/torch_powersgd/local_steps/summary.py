@@ -44,7 +44,7 @@ def announcement(rounds: Rounds) -> str:
     return (
         f"{rounds.kind}: {every} steps send {size_text(after)} instead of {size_text(before)} "
         f"({times_text(ratio(before, after))} fewer), from step {rounds.schedule.warmup_steps} on, "
-        f"with {_setting(rounds)}"
+        + _setting(rounds)
     )
 
 
@@ -60,7 +60,7 @@ def text_of(rounds: Rounds, counts: Mapping[str, Any]) -> str:
         sent += f" instead of {size_text(before)} ({times_text(times)} fewer, {where})"
     lines = (
         f"{rounds.kind} over {rounds.group.size()} processes: averages every {every} steps{parts}, "
-        f"with {_setting(rounds)}",
+        + _setting(rounds),
         f"step {counts['steps']}, rounds: {counts['rounds']}{dropped}",
         sent,
     )
@@ -68,12 +68,13 @@ def text_of(rounds: Rounds, counts: Mapping[str, Any]) -> str:
 
 
 def _setting(rounds: Rounds) -> str:
-    """Returns the density or the matrix rank in words."""
+    """Says with which density or matrix rank."""
     fragment = rounds.fragments[0]
     if fragment.sparse is not None:
-        return fragment.sparse.described
+        return f"with {fragment.sparse.described}"
     options = fragment.compression.options
-    return f"matrix rank {rank_text(options)} in {dtype_name(options.wire_dtype or torch.float32)}"
+    wire = dtype_name(options.wire_dtype or torch.float32)
+    return f"with matrix rank {rank_text(options)} in {wire}"
 
 
 def _gradient_bytes(rounds: Rounds) -> int:
