@@ -255,7 +255,7 @@ def lay_over(base: Options, given: object, source: str) -> Options:
     if isinstance(given, Options):
         return given
     if not isinstance(given, Mapping):
-        wanted = "torch_powersgd.Options or a mapping of option names to values"
+        wanted = "torch_powersgd.Options or a mapping such as {'matrix_approximation_rank': 8}"
         raise must_be(source, wanted, type(given))
     for name in given:
         if name not in _NAMES:

@@ -13,7 +13,7 @@ from torch_powersgd._core import _C
 from torch_powersgd.group_backends import find_backends, group_or_default
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options, rank_text
-from torch_powersgd.units import size_text
+from torch_powersgd.units import processes_text, size_text
 
 if TYPE_CHECKING:
     from torch_powersgd.attachment import Attachment
@@ -26,8 +26,9 @@ SOON = 20  # No notice if compression starts within this many steps.
 def stats(group: dist.ProcessGroup | None = None, *, flat: bool = False) -> dict[str, Any]:
     """Returns this process's counts of a group since it was created. It is not collective.
 
-    They cover everything that was reduced in the group, attached or not. For the counts of one
-    module and its layers, use ``Compression.stats`` of the handle that ``attach`` returned.
+    They cover everything that was reduced in the group, attached or not, but not the averages of
+    local steps with a ``density``. For the counts of one module and its layers, use the ``stats``
+    of what ``attach``, ``LocalSGD`` or ``DiLoCo`` returned.
 
     Args:
         group: The process group. None is the default group.
@@ -84,12 +85,11 @@ def summary(attachment: Attachment, options: Options) -> str:
     wire = "float32" if options.wire_dtype is None else dtype_name(options.wire_dtype)
     if group.size() == 1 and not counts["bytes_before"]:
         return f"Compression over 1 process, which has nothing to send\n  step {states.step}"
-    processes = "1 process" if group.size() == 1 else f"{group.size()} processes"
     compressed = outline.compressed_parameters if sparse is None else len(sparse.held())
     by = f"matrix rank {rank_text(options)} in {wire}" if sparse is None else sparse.described
     lines = [
-        f"Compression over {processes}: {compressed} of {outline.parameters} parameters at {by}, "
-        f"from step {options.start_powerSGD_iter} on"
+        f"Compression over {processes_text(group.size())}: {compressed} of {outline.parameters} "
+        f"parameters at {by}, from step {options.start_powerSGD_iter} on"
     ]
     if counts["steps"] == 0:
         return "\n  ".join([*lines, f"step {states.step}: nothing has been reduced yet"])

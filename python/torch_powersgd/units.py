@@ -20,5 +20,10 @@ def times_text(ratio: float) -> str:
     return f"{_three_digits(ratio)} x"
 
 
+def processes_text(count: int) -> str:
+    """The number of processes, such as "1 process"."""
+    return f"{count} process{'es' * (count != 1)}"
+
+
 def _three_digits(value: float) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"

@@ -283,6 +283,8 @@ class LocalSGD(Stateful):
     def __str__(self) -> str:
         return summary.text_of(self._rounds, self.stats())
 
+    __repr__ = __str__
+
     @property
     def _progress(self) -> Progress:
         return {

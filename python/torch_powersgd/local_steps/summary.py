@@ -12,7 +12,7 @@ from torch_powersgd.local_steps.rounds import Rounds
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import rank_text
 from torch_powersgd.stats import ratio
-from torch_powersgd.units import size_text, times_text
+from torch_powersgd.units import processes_text, size_text, times_text
 
 
 def stats_of(rounds: Rounds) -> dict[str, Any]:
@@ -59,8 +59,8 @@ def text_of(rounds: Rounds, counts: Mapping[str, Any]) -> str:
         where = f"{times_text(counts['round_ratio'])} where compressed"
         sent += f" instead of {size_text(before)} ({times_text(times)} fewer, {where})"
     lines = (
-        f"{rounds.kind} over {rounds.group.size()} processes: averages every {every} steps{parts}, "
-        + _setting(rounds),
+        f"{rounds.kind} over {processes_text(rounds.group.size())}: averages every {every} steps"
+        f"{parts}, " + _setting(rounds),
         f"step {counts['steps']}, rounds: {counts['rounds']}{dropped}",
         sent,
     )
