@@ -139,6 +139,11 @@ TASKS = {
     **VARIANTS,
     "language-long": LANGUAGE.but("--steps 2000", note=", 2000 steps"),
     "language-muon": LANGUAGE.but("--lr 2e-3", optimizer=MUON),
+    "digits-by-class": replace(
+        DIGITS,
+        trainer="convergence.digits_by_class.DigitsByClassTrainer",
+        note=", other digits on each process",
+    ),
     **WIDTHS,
     **WIDTHS_MUON,
 }
@@ -189,6 +194,9 @@ STAGES = {
         ["language-long"],
         "plain int8-wire:16 diloco+wire_dtype=int4:32 diloco+sync_every=30:32 "
         f"diloco+sync_every=100:32 {_SPARSE} {_EXACT}",
+    ),
+    "local-unlike": Stage(
+        ["digits-by-class"], f"plain int8-wire:16 diloco+wire_dtype=int4:32 sparse {_EXACT}"
     ),
     "width": Stage(
         [*WIDTHS, *WIDTHS_MUON],

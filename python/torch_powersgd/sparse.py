@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Averages to which each process sends its largest numbers, and keeps the rest for later ones.
 
-A number is averaged over the processes that sent it, as in SparseLoCo (Sarfi et al.,
-arXiv:2508.15706). Here a number takes 10 bits instead of 14, because its place is one of 256, and
-the residual doesn't decay, so nothing is lost.
+The sum of a number over W processes is divided by how many sent it, as in SparseLoCo (Sarfi et
+al., arXiv:2508.15706), or by the square root of W / 2 if that is more. Otherwise, many processes
+would move the model too far, because each sends what the others have moved as well. Here a number
+takes 10 bits instead of 14, because its place is one of 256, and the residual doesn't decay.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +53,7 @@ class InFlight:
         """Returns the means and their memory, as of ``Sparse.allocate``.
 
         Args:
-            divisor: Number of processes that have a part in the mean of what is sent whole. None:
-                all of them.
+            divisor: Number of processes that have a part in the means. None: all of them.
         """
         return self.of._means(self.packets, divisor or len(self.packets))
 
@@ -136,16 +137,16 @@ class Sparse:
 
     def _means(self, of_all: torch.Tensor, divisor: int) -> tuple[List, List]:
         means, memory = self.allocate()
-        senders = torch.zeros_like(memory[0], dtype=torch.int16)
+        senders = torch.zeros_like(memory[0])
         for packet in of_all:
             packets, *whole = packet.split(self._sizes)
             rows = packets.view(len(senders), _row_bytes(self._count))
             places, values = unpack(rows, self._count)
             _add(memory[0], places, values)
-            _add(senders, places, values.ne(0).to(senders.dtype))
+            _add(senders, places, values.ne(0).float())
             for total, part in zip(memory[1:], whole, strict=True):
                 total.add_(part.clone().view(total.dtype))
-        memory[0].div_(senders.clamp_(min=1))
+        memory[0].div_(senders.clamp_(min=max(1, math.sqrt(divisor / 2))))
         for total in memory[1:]:
             total.div_(divisor)
         return means, memory

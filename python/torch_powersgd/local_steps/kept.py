@@ -37,8 +37,9 @@ def cosine(changes: Sequence[torch.Tensor], residuals: Residuals) -> torch.Tenso
     return found
 
 
-# With ``Sparse``, where a number that one process has sent moves the model whole. With a smaller
-# share, AdamW outruns the rounds; with a larger one, the processes' models differ too much.
+# With ``Sparse``, where a number that one process alone has sent moves the model farther than a
+# mean would. With a smaller share, AdamW outruns the rounds; with a larger one, the processes'
+# models differ too much.
 OF_SPARSE = 0.5
 
 

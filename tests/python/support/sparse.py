@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,6 @@ def sent_of(numbers: torch.Tensor, density: float) -> torch.Tensor:
 
 
 def mean_of(sent: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean of each number over those who have sent it."""
-    senders = torch.stack([numbers != 0 for numbers in sent]).sum(0).clamp(min=1)
-    return torch.stack([*sent]).sum(0) / senders
+    """The sum of each number over its senders, or over sqrt(W / 2) if they are fewer."""
+    senders = torch.stack([numbers != 0 for numbers in sent]).sum(0).double()
+    return torch.stack([*sent]).sum(0) / senders.clamp(min=max(1, math.sqrt(len(sent) / 2)))
