@@ -74,9 +74,9 @@ class LocalSGD(Stateful):
             less than ``sync_every``. The round keeps what they have changed.
         warmup_steps: Number of steps at the start that each end with a round of all parameters.
         density: Share of the changes that a process sends, > 0 and <= 1. Of 256 numbers side by
-            side, the largest are sent in 10 bits each, and each number is averaged over the
-            processes that sent it (after SparseLoCo, arXiv:2508.15706). The rest stays in the
-            residual. None sends low-rank factors.
+            side, the largest are sent in 10 bits each, and the rest stays in the residual. The
+            sum of a number over W processes is divided by how many sent it (as in SparseLoCo,
+            arXiv:2508.15706), or by sqrt(W / 2) if that is more. None sends low-rank factors.
         average_buffers: Whether rounds also average persistent floating-point buffers, such as the
             statistics of batch normalization. They are sent whole, and numbers that aren't finite
             are left out of the mean.

@@ -231,6 +231,30 @@ def test_adamw_is_no_faster_than_the_rounds(
         assert len(warnings) == (rank == 0 and matrix_rank == 2)
 
 
+@pytest.mark.parametrize(
+    ("sent", "limit"), [({"matrix_approximation_rank": 8}, 0.1), ({"density": 1 / 16}, 1)]
+)
+@on_ranks(2)
+def test_unlike_data_do_not_drive_the_model_away(
+    rank: int, sent: dict[str, Any], limit: float
+) -> None:
+    """The limits are shares of the distance at which each process alone would end.
+
+    In sums of factors, what the processes don't share cancels. Of the largest changes, each process
+    sends others.
+    """
+    both = [gradient((64, 96), "target", r).double() for r in range(2)]
+    optimum = torch.stack(both).mean(0)
+    model = nn.Linear(96, 64, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with tp.LocalSGD(model, optimizer, 10, **sent):
+        for i in range(1000):
+            noise = gradient((64, 96), "noise", rank, i)
+            model.weight.grad = model.weight.detach() - both[rank].float() + noise / 10
+            optimizer.step()
+    assert (model.weight - optimum).norm() < limit * (both[rank] - optimum).norm()
+
+
 @on_ranks(2)
 def test_the_defaults_are_those_of_local_steps(rank: int) -> None:
     """They take the place of the group's defaults, and of nothing that was set."""
