@@ -53,6 +53,9 @@ field and the processes.
 
 ## Fields
 
+A *step* is a backward pass whose gradients are averaged: one for all micro-batches that you
+accumulate in `no_sync()`. With local steps, one average stands for it.
+
 """
 
 
