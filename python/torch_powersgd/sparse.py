@@ -49,8 +49,12 @@ class InFlight:
         with naming_absent(self.of.group, self.deed):
             self.work.wait()
 
-    def receive(self, divisor: int | None = None) -> tuple[List, List]:
-        """Returns the means and their memory, as of ``Sparse.allocate``.
+    def receive(self, divisor: int | None = None) -> tuple[List, List, torch.Tensor]:
+        """Returns the means and their memory, as of ``Sparse.allocate``, and the agreement.
+
+        The agreement is that of the numbers which both this process and others sent, a tensor of
+        one: near 0 if they cancel in the sum, 1 if they are independent, more if they are alike,
+        and NaN if there are none.
 
         Args:
             divisor: Number of processes that have a part in the means. None: all of them.
@@ -135,7 +139,7 @@ class Sparse:
         self._rounds += 1
         return InFlight(self, work, deed, everyone, residual)
 
-    def _means(self, of_all: torch.Tensor, divisor: int) -> tuple[List, List]:
+    def _means(self, of_all: torch.Tensor, divisor: int) -> tuple[List, List, torch.Tensor]:
         means, memory = self.allocate()
         senders = torch.zeros_like(memory[0])
         for packet in of_all:
@@ -146,10 +150,14 @@ class Sparse:
             _add(senders, places, values.ne(0).float())
             for total, part in zip(memory[1:], whole, strict=True):
                 total.add_(part.clone().view(total.dtype))
+        own = of_all[self.group.rank()].split(self._sizes)[0]
+        places, values = unpack(own.view(len(senders), _row_bytes(self._count)), self._count)
+        values *= senders.gather(1, places) > 1
+        agreement = (memory[0].gather(1, places) * values).sum() / values.square().sum()
         memory[0].div_(senders.clamp_(min=max(1, math.sqrt(divisor / 2))))
         for total in memory[1:]:
             total.div_(divisor)
-        return means, memory
+        return means, memory, agreement
 
     def _keep(self, residual: torch.Tensor, delivered: Sequence[bool]) -> None:
         before = self.held()

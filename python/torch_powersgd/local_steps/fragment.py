@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ Tensors = dict[str, torch.Tensor]
 List = list[torch.Tensor]
 
 MANY = 10  # rounds. Fewer may repeat much at the start of training.
+REPEATED = 0.5  # mean share of the residual that is kept
+CANCELED = 0.25  # mean agreement. Independent numbers have 1.
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,22 @@ class Fragment:
         return self.attachment.reducer.states.outline().bytes_after
 
     @property
-    def repeats(self) -> bool:
-        """Whether local steps have mostly repeated what many rounds had left in the residual."""
-        return len(self._lately) == MANY and sum(self._lately) > MANY / 2
+    def trouble(self) -> str:
+        """What many rounds have shown of a model that learns slowly or wrongly, or nothing."""
+        if len(self._lately) < MANY:
+            return ""
+        mean = sum(self._lately) / MANY
+        if self.sparse is None and mean > REPEATED:
+            return (
+                "the local steps have mostly repeated what the factors had left out, so the model "
+                "learns slowly. Use a higher matrix_approximation_rank, or a smaller sync_every"
+            )
+        if self.sparse is not None and mean < CANCELED:
+            return (
+                "what the processes have sent has mostly canceled, as if their data were unlike, "
+                "so the model may end in the wrong place. Leave density out, to send factors"
+            )
+        return ""
 
     @property
     def in_flight(self) -> bool:
@@ -191,13 +207,13 @@ class Fragment:
         assert self._round is not None
         self._round.work.wait()
         done, self._round = self._round, None
-        means, buffers = done.changes, done.buffers
+        means, buffers, measure = done.changes, done.buffers, done.cosine
         if isinstance(done.work, InFlight):
-            means, buffers = done.work.receive()
+            means, buffers, measure = done.work.receive()
         parameters = _local(self.parameters)
         # The only wait of the host for the device, unless a number is not finite.
-        numbers = [done.sent, _zero_or_nan(buffers), done.cosine]
-        sent, delivered, cosine = torch.stack(numbers).tolist()
+        numbers = [done.sent, _zero_or_nan(buffers), measure]
+        sent, delivered, measured = torch.stack(numbers).tolist()
         name = "" if sent == 0 else self._not_finite(done.begun_at or parameters)
         finite = [delivered == 0 or bool(mean.isfinite().all()) for mean in means]
         named = zip(self.anchors, means, finite, strict=True)
@@ -211,10 +227,12 @@ class Fragment:
             self.kept = 0.0
         elif delivered == 0:
             if self.sparse is None:
-                self.kept = kept.share(cosine, self.kept)
+                self.kept = kept.share(measured, self.kept)
                 self._lately.append(self.kept)
             else:
                 self.kept = kept.OF_SPARSE
+                if math.isfinite(measured):
+                    self._lately.append(measured)
         residuals = self.attachment.residual_holder.residuals() if self.kept else []
         if starts := done.begun_at:  # The steps since then are kept.
             torch._foreach_sub_(parameters, starts)

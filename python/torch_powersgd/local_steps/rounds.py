@@ -63,7 +63,7 @@ class Rounds:
         ]
         self.buffers = Buffers(found.model, found.buffers, found.group)
         self.steps = self.rounds = self.taken = self.dropped = 0
-        self.moved = self._repeated = False
+        self.moved = self._warned = False
         self._model, self._move = found.model, move
         self._trained = {*found.trained.values()}
 
@@ -125,13 +125,9 @@ class Rounds:
             )
         self.dropped += dropped
         self.rounds += 1
-        if fragment.repeats and not self._repeated:
-            self._repeated = True
-            log.of(self.group).warning(
-                f"{self.kind}: in {MANY} rounds, the local steps have mostly repeated what the "
-                "factors had left out, so the model learns slowly. Use a higher "
-                "matrix_approximation_rank, or a smaller sync_every"
-            )
+        if fragment.trouble and not self._warned:
+            self._warned = True
+            log.of(self.group).warning(f"{self.kind}: in {MANY} rounds, {fragment.trouble}")
 
     def finish_all(self, averages: bool = False) -> None:
         """Ends the rounds in flight."""

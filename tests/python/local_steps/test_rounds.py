@@ -229,6 +229,7 @@ def test_adamw_is_no_faster_than_the_rounds(
     matrix_rank = sent.get("matrix_approximation_rank")
     if matrix_rank != 8:  # which is on the verge
         assert len(warnings) == (rank == 0 and matrix_rank == 2)
+    assert not records.matching("has mostly canceled")  # Both learn the same map.
 
 
 @pytest.mark.parametrize(
@@ -241,8 +242,9 @@ def test_unlike_data_do_not_drive_the_model_away(
     """The limits are shares of the distance at which each process alone would end.
 
     In sums of factors, what the processes don't share cancels. Of the largest changes, each process
-    sends others.
+    sends others, as a warning says.
     """
+    records = LogRecords(logging.WARNING)
     both = [gradient((64, 96), "target", r).double() for r in range(2)]
     optimum = torch.stack(both).mean(0)
     model = nn.Linear(96, 64, bias=False)
@@ -253,6 +255,8 @@ def test_unlike_data_do_not_drive_the_model_away(
             model.weight.grad = model.weight.detach() - both[rank].float() + noise / 10
             optimizer.step()
     assert (model.weight - optimum).norm() < limit * (both[rank] - optimum).norm()
+    warned = len(records.matching("has mostly canceled, as if their data were unlike"))
+    assert warned == (rank == 0 and "density" in sent)
 
 
 @on_ranks(2)

@@ -97,10 +97,12 @@ def _check_averages(names: list[str], rank: int, world_size: int) -> None:
             tensor.copy_(_tensor(name, rank, i))
         average = sparse.send(memory, "")
         average.wait()
-        means = dict(zip(names, average.receive()[0], strict=True))
+        found, _, agreement = average.receive()
+        means = dict(zip(names, found, strict=True))
         average.keep([True] * len(means))
         assert all_agree([mean.tolist() for mean in means.values()])
         held = dict(zip(names, sparse.residuals(), strict=True))
+        product = square = torch.zeros((), dtype=torch.float64)
         for name in names:
             everyone = [_tensor(name, r, i).double() + of[name] for r, of in enumerate(residuals)]
             mine = held[name]
@@ -114,6 +116,12 @@ def _check_averages(names: list[str], rank: int, world_size: int) -> None:
                 of[name] = numbers - gone
             assert mine is not None
             assert relative_error(mine, residuals[rank][name]) < 1e-6
+            others = torch.stack([*sent]).ne(0).sum(0) > 1
+            product = product + (sum(sent) * sent[rank] * others).sum()
+            square = square + (sent[rank].square() * others).sum()
+        torch.testing.assert_close(
+            agreement.double(), product / square, rtol=1e-4, atol=1e-4, equal_nan=True
+        )
 
 
 class Net(nn.Module):

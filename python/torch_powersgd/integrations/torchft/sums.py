@@ -35,7 +35,7 @@ class SparseSum(dist._Work):
 
     def _deliver(self, received: torch.futures.Future[Any]) -> None:
         received.value()  # raises the error of a work that failed
-        means, _ = self._average.receive(self._replicas)
+        means, *_ = self._average.receive(self._replicas)
         self._finite = torch.stack([mean.isfinite().all() for mean in means])
         torch._foreach_mul_(means, self._replicas)
         torch._foreach_copy_(self._changes, means)
