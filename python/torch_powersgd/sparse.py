@@ -142,16 +142,17 @@ class Sparse:
     def _means(self, of_all: torch.Tensor, divisor: int) -> tuple[List, List, torch.Tensor]:
         means, memory = self.allocate()
         senders = torch.zeros_like(memory[0])
-        for packet in of_all:
+        for rank, packet in enumerate(of_all):
             packets, *whole = packet.split(self._sizes)
             rows = packets.view(len(senders), _row_bytes(self._count))
             places, values = unpack(rows, self._count)
             _add(memory[0], places, values)
             _add(senders, places, values.ne(0).float())
+            if rank == self.group.rank():
+                own = places, values
             for total, part in zip(memory[1:], whole, strict=True):
                 total.add_(part.clone().view(total.dtype))
-        own = of_all[self.group.rank()].split(self._sizes)[0]
-        places, values = unpack(own.view(len(senders), _row_bytes(self._count)), self._count)
+        places, values = own
         values *= senders.gather(1, places) > 1
         agreement = (memory[0].gather(1, places) * values).sum() / values.square().sum()
         memory[0].div_(senders.clamp_(min=max(1, math.sqrt(divisor / 2))))
