@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
 # Builds, links and imports the extension against a torch with CUDA, by default the oldest supported
-# release, and runs the Python tests that depend on torch. It needs nvcc but no GPU. torch and its
-# libraries, 5 GB, go into an environment that is kept between runs. If they cannot be installed (no
-# network, no space), this prints NOT CHECKED and is not a failure.
+# release, and runs one case of each Python test that depends on torch. It needs nvcc but no GPU.
+# torch and its libraries, 5 GB, go into an environment that is kept between runs. If they cannot be
+# installed (no network, no space), this prints NOT CHECKED and is not a failure.
 #
 #   .ci/cuda_torch.sh        CUDA_TORCH=torch==2.11.0   CUDA_ENV=~/.cache/torch-powersgd/<CUDA_TORCH>
 . "$(dirname "$0")/copied_tree.sh"
@@ -36,6 +36,6 @@ echo "built, linked and imported against $torch, without a GPU"
 
 # The folders that depend on torch, without slow tests that do not.
 cd tests/python
-"$python" -m pytest -q -n "${JOBS:-2}" \
+"$python" -m pytest -q --quick -n "${JOBS:-2}" \
   backend training torch_features hostile other_suites cli/test_advise.py \
   --ignore=backend/test_replicas.py --ignore=torch_features/test_elastic.py

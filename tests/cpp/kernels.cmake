@@ -9,7 +9,6 @@ add_library(powersgd_core STATIC ${core_sources})
 target_link_libraries(powersgd_core PUBLIC powersgd_options)
 if(POWERSGD_SANITIZE)  # inlined as in a release, each instruction set takes minutes to compile
   target_compile_definitions(powersgd_core PRIVATE POWERSGD_TILE_FUNCTION=)
-  target_compile_options(powersgd_core PRIVATE -O1)
 endif()
 add_library(powersgd_cpu_runners STATIC kernels/runners/cpu_runners.cpp)
 target_link_libraries(powersgd_cpu_runners PUBLIC powersgd_core)
@@ -60,11 +59,7 @@ target_link_libraries(powersgd_simt PUBLIC powersgd_core "${POWERSGD_boost_conte
 file(GLOB simt_tests CONFIGURE_DEPENDS kernels/cuda/test_*.cpp)
 list(APPEND simt_tests simt/test_simt.cpp)
 set(simt_filter "")
-if(checks_threads)
-  # The threads to check are those of CUDA, see races.h. The runtime is none of their code.
-  set_source_files_properties(
-    ${runtime} PROPERTIES COMPILE_OPTIONS "-fno-sanitize=thread;-DPOWERSGD_CHECK_RACES")
-  list(APPEND simt_tests simt/test_races.cpp)
+if(POWERSGD_SANITIZE)
   # Each kernel at all shapes and types, and by its other ways except at the largest shapes. The
   # other tests take the same ways with other values.
   set(simt_filter
@@ -73,6 +68,12 @@ if(checks_threads)
       *.RandomColumns/* *.MoreColumnsThanNumericRank/* *.SkipsWhenAnElementOfQIsNotFinite/*
       *.QuantizeRoundsEveryGroup/* *.TwoShotRoundsTheSumOnce/* *.RanksAgreeBitForBit/*
       -*.WithoutErrorFeedback*17001r1 *.SkipsWhen*17001r1)
+endif()
+if(checks_threads)
+  # The threads to check are those of CUDA, see races.h. The runtime is none of their code.
+  set_source_files_properties(
+    ${runtime} PROPERTIES COMPILE_OPTIONS "-fno-sanitize=thread;-DPOWERSGD_CHECK_RACES")
+  list(APPEND simt_tests simt/test_races.cpp)
 endif()
 powersgd_test(kernels_simt HALVES SOURCES ${simt_tests} LIBRARIES powersgd_kernel_tests powersgd_simt
               FILTER ${simt_filter})

@@ -189,6 +189,7 @@ def test_the_ranks_of_a_host_share_its_link(tmp_path: Path) -> None:
     assert 2 < one_level["payloads"] < 2 * 1.2
 
 
+@pytest.mark.long
 @needs_hosts
 @needs_taps
 def test_learns_with_every_seed_and_measures_with_a_delay(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_every_method_learns(tmp_path: Path) -> None:
     assert int8 < ours + 5_000
 
 
+@pytest.mark.long
 def test_every_model_learns(tmp_path: Path) -> None:
     options = ("--tasks", "language", "lstm", "--methods", "plain", "int8-wire:4")
     record = _train(tmp_path, *options)
@@ -219,6 +220,7 @@ def test_a_measurement_resumes_with_other_methods(
         _train(tmp_path, *options, "plain")
 
 
+@pytest.mark.long
 def test_the_errors_of_shadow_mode_stand_beside_the_losses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +238,7 @@ def test_the_errors_of_shadow_mode_stand_beside_the_losses(
     assert f"correlation of the two: {record['spearman']:.3f}" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_unlike_data_keep_our_residual_bounded(tmp_path: Path) -> None:
     record = _measure(tmp_path, "unlike-data", "--steps", "200")
     assert [(run["method"], run["dtype"]) for run in record["runs"]] == [

@@ -23,6 +23,7 @@ from torch_powersgd.options import to_core
 WORLD = 2
 
 
+@pytest.mark.long
 def test_a_run_counts_what_is_predicted(tmp_path: Path) -> None:
     file = tmp_path / "scaling.json"
     script = [sys.executable, str(ROOT / "benchmarks" / "bench_scaling.py"), "--ranks", f"{WORLD}"]

@@ -80,6 +80,7 @@ def test_the_default_buckets_are_those_recommended_for_gpus() -> None:
     assert all("buckets of 100 MB" in title for title in titles[2:])
 
 
+@pytest.mark.long
 @needs_hosts
 def test_shows_every_bucket(tmp_path: Path) -> None:
     output = tmp_path / "record.json"

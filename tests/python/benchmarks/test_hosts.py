@@ -132,15 +132,13 @@ def _processes(pid: int) -> list[int]:
 
 
 @needs_hosts
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_leaves_nothing_behind(number: int) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "bench_cluster.py"), "--rates", "1gbit"]
     process = subprocess.Popen(
         [*command, "--models", "gpt-1M", "--methods", "plain", "--rounds", "1000"],
         stdout=subprocess.DEVNULL,
         start_new_session=True,
-        # A shell's background jobs ignore it, and so do their children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert _until(lambda: process.poll() is not None or len(_processes(process.pid)) >= 2)

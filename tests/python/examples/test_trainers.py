@@ -63,9 +63,9 @@ def test_every_layer_is_shown_in_tensorboard(tmp_path: Path) -> None:
     ("library", "first", "second"),
     [
         ("accelerate", ("--epochs", 1), ("--epochs", 1)),
-        ("lightning", ("--epochs", 1), ("--epochs", 2)),
+        pytest.param("lightning", ("--epochs", 1), ("--epochs", 2), marks=pytest.mark.long),
         pytest.param("ray", ("--epochs", 1), ("--epochs", 1), marks=pytest.mark.long),
-        ("transformers", ("--steps", 20), ("--steps", 40)),
+        pytest.param("transformers", ("--steps", 20), ("--steps", 40), marks=pytest.mark.long),
     ],
 )
 def test_an_example_compresses_and_goes_on_from_its_checkpoint(

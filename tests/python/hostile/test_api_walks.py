@@ -38,7 +38,7 @@ CALLS: dict[Callable[[Walk], None], Callable[[Walk], bool]] = {
 
 
 @pytest.mark.parametrize(
-    ("walks", "calls"), [(40, 25), pytest.param(400, 50, marks=pytest.mark.long)]
+    ("walks", "calls"), [(20, 25), pytest.param(400, 50, marks=pytest.mark.long)]
 )
 @on_ranks(WORLD_SIZE, backend=None)
 def test_walks(rank: int, walks: int, calls: int) -> None:

@@ -25,7 +25,7 @@ from torch_powersgd import schema
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 COUNTS = ("steps", "skipped_steps", "compressed_calls", "exact_calls", "bytes_before")
-KINDS = ("attach", "attach, per rank", "LocalSGD, per rank", "DiLoCo")
+KINDS = ("attach, per rank", "DiLoCo")  # have all entries of the others
 
 Place = tuple[Any, ...]
 

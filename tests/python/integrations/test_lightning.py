@@ -32,7 +32,13 @@ def test_a_lightning_that_does_not_begin_compression_is_an_error(rank: int) -> N
         PowerSGDStrategy().training_step()
 
 
-@pytest.mark.parametrize("make", [None, EVERY_THREE], ids=["every step", "local steps"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(None, id="every step"),
+        pytest.param(EVERY_THREE, marks=pytest.mark.long, id="local steps"),
+    ],
+)
 @needs("lightning")
 @on_ranks(2)
 def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None:

@@ -56,7 +56,13 @@ class _Loss(torch.nn.Module):
         return {"loss": (self.layer(x) - labels).square().mean()}
 
 
-@pytest.mark.parametrize("make", [None, EVERY_THREE], ids=["every step", "local steps"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(None, id="every step"),
+        pytest.param(EVERY_THREE, marks=pytest.mark.long, id="local steps"),
+    ],
+)
 @needs("transformers", "accelerate")
 @on_ranks(2)
 def test_transformers_resumes_from_another_folder(rank: int, make: Any, tmp_path: Path) -> None:

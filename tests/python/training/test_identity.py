@@ -83,7 +83,8 @@ SCALES = [(2, 2.0**40, 1), (3, 1, 2.0**20), (4, 2.0**-40, 1)]
         (2, 1, 1, {"matrix_approximation_rank": 1}),
         (4, 1, 1, {"matrix_approximation_rank": 3}),
         (2, 1, 1, {"warm_start": False}),
-        *((*scales, {"wire_dtype": wire}) for wire in WIRES for scales in SCALES),
+        *((*SCALES[i], {"wire_dtype": wire}) for i, wire in enumerate(WIRES)),
+        (*SCALES[0], {"wire_dtype": "int8"}),
     ],
     ids=str,
 )
@@ -110,8 +111,8 @@ def identity_on(hosts: str, rank: int, wire: str | None) -> str:
 @pytest.mark.parametrize(
     ("world_size", "hosts", "wire"),
     [
-        *((4, "0101", wire) for wire in (None, *WIRES)),
-        *((6, "001122", wire) for wire in (None, "int4")),
+        *((4, "0101", wire) for wire in (None, "int4")),
+        (6, "001122", None),
         (8, "00001111", "int8"),
     ],
     ids=str,

@@ -21,8 +21,10 @@ WIRES = (None, "bfloat16", "int8", "int4")
 # Three ranks send the payload of this raw segment, and the factors with it, two-shot.
 LARGE = (70_000,)
 
-with_wires = pytest.mark.parametrize("wire", WIRES)
-with_schedules = pytest.mark.parametrize("world_size", [2, 3])
+# Two processes gather the packets of a wire that rounds, and three may exchange them two-shot.
+with_schedules = pytest.mark.parametrize(
+    ("wire", "world_size"), [*zip(WIRES, (3, 2, 3, 2), strict=True), ("int4", 3)]
+)
 
 
 class _Tokens(torch.nn.Module):
@@ -40,7 +42,6 @@ class _Tokens(torch.nn.Module):
 
 
 @with_schedules
-@with_wires
 @on_ranks()
 def test_rows_without_gradients_do_not_move(rank: int, world_size: int, wire: str | None) -> None:
     """Steps of the sign of the gradient, as Lion's, make any movement large."""
@@ -85,7 +86,6 @@ def _of_rank(r: int, rank: int, i: int) -> torch.Tensor:
 
 
 @with_schedules
-@with_wires
 @on_ranks()
 def test_a_rank_that_grows_is_learned(rank: int, world_size: int, wire: str | None) -> None:
     """Also across steps that are discarded, delivered later, or without a gradient, and a save."""
