@@ -71,7 +71,7 @@ test-python: tools  ## pytest
 
 # What tests the product, without the programs, the libraries and the scripts around it.
 QUICK := $(addprefix tests/python/,options backend training torch_features stats hostile)
-test-quick: tools  ## one case of each Python test of the product, in two minutes
+test-quick: tools  ## one case of each Python test of the product, in 4 minutes
 	$(PYTHON) -m pytest --quick $(QUICK) -n $(JOBS)
 
 test-long: tools  ## the tests that take more than ten seconds each

@@ -141,11 +141,7 @@ def _compare(gloo: Outcomes, ours: Outcomes, backend: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "names"),
-    [
-        (POWERSGD, [*COLLECTIVES, *PASSES]),
-        pytest.param(ATTACHED, PASSES, marks=pytest.mark.long),
-    ],
+    ("backend", "names"), [(POWERSGD, [*COLLECTIVES, *PASSES]), (ATTACHED, PASSES)]
 )
 def test_quick_tests_end_as_over_gloo(backend: str, names: list[str]) -> None:
     passed = dict.fromkeys(names, ("passed", ""))
