@@ -59,11 +59,11 @@ class Attached:
 class LocalSteps:
     """Local steps in the middle of a round, and their state after the last."""
 
-    def __init__(self, rank: int, per_rank: bool, outer: bool) -> None:
-        self.rank, self.job = rank, Job(outer)
+    def __init__(self, rank: int) -> None:
+        self.rank, self.job = rank, Job(outer=True)
         self.stateful = self.job.steps
         self.job.train(rank, 0, EVERY)
-        self.good = to_bytes(self.stateful.state_dict(per_rank))
+        self.good = to_bytes(self.stateful.state_dict())
         self.go_on()
         self.before = self.everything()
 
@@ -75,10 +75,7 @@ class LocalSteps:
 
 
 def _make(rank: int, kind: str) -> Attached | LocalSteps:
-    per_rank = "per rank" in kind
-    if kind.startswith("attach"):
-        return Attached(rank, per_rank)
-    return LocalSteps(rank, per_rank, outer=kind == "DiLoCo")
+    return LocalSteps(rank) if kind == "DiLoCo" else Attached(rank, "per rank" in kind)
 
 
 def _load(subject: Attached | LocalSteps, damage: Damage, checksums: bool = False) -> Outcome:

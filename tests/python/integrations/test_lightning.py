@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support import launch
-from support.integrations import EVERY_THREE, EXACTLY, OPTIONS, needs
+from support.integrations import EXACTLY, OPTIONS, needs, with_and_without_local_steps
 from support.on_ranks import all_agree, on_ranks
 
 _ON_TWO_RANKS: dict[str, Any] = {  # arguments of Lightning's Trainer, which leaves no files
@@ -32,13 +32,7 @@ def test_a_lightning_that_does_not_begin_compression_is_an_error(rank: int) -> N
         PowerSGDStrategy().training_step()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(None, id="every step"),
-        pytest.param(EVERY_THREE, marks=pytest.mark.long, id="local steps"),
-    ],
-)
+@with_and_without_local_steps
 @needs("lightning")
 @on_ranks(2)
 def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None:

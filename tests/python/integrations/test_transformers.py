@@ -14,7 +14,7 @@ import torch
 
 import torch_powersgd as tp
 from support import launch
-from support.integrations import EVERY_THREE, OPTIONS, needs
+from support.integrations import OPTIONS, needs, with_and_without_local_steps
 from support.on_ranks import all_agree, on_ranks
 
 
@@ -56,13 +56,7 @@ class _Loss(torch.nn.Module):
         return {"loss": (self.layer(x) - labels).square().mean()}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(None, id="every step"),
-        pytest.param(EVERY_THREE, marks=pytest.mark.long, id="local steps"),
-    ],
-)
+@with_and_without_local_steps
 @needs("transformers", "accelerate")
 @on_ranks(2)
 def test_transformers_resumes_from_another_folder(rank: int, make: Any, tmp_path: Path) -> None:

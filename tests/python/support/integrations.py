@@ -20,6 +20,14 @@ EVERY_THREE = functools.partial(
 # The models are then equal after each round.
 EXACTLY = functools.partial(EVERY_THREE, options={"scope": "never"})
 
+with_and_without_local_steps = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(None, id="every step"),
+        pytest.param(EVERY_THREE, marks=pytest.mark.long, id="local steps"),
+    ],
+)
+
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     missing = [package for package in packages if find_spec(package) is None]

@@ -83,7 +83,7 @@ SCALES = [(2, 2.0**40, 1), (3, 1, 2.0**20), (4, 2.0**-40, 1)]
         (2, 1, 1, {"matrix_approximation_rank": 1}),
         (4, 1, 1, {"matrix_approximation_rank": 3}),
         (2, 1, 1, {"warm_start": False}),
-        *((*SCALES[i], {"wire_dtype": wire}) for i, wire in enumerate(WIRES)),
+        *((*s, {"wire_dtype": wire}) for s, wire in zip(SCALES, WIRES, strict=True)),
         (*SCALES[0], {"wire_dtype": "int8"}),
     ],
     ids=str,
