@@ -27,7 +27,7 @@ LOSS = (
 RECOMMENDED = Options()
 # Rounds of local steps to compare: an argument of LocalSGD, and the density in it.
 ROUNDS = {"": None, ", density=1/16": 1 / 16}
-FEW = 4  # processes; among more, each receives too many bytes with a density
+FEW = 8  # processes; among more, each receives too many bytes with a density
 
 
 def print_advice(

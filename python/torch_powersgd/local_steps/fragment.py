@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch_powersgd.agreement import absent_from
 from torch_powersgd.attach import compress
 from torch_powersgd.local_steps import kept
+from torch_powersgd.local_steps.recent_rounds import RecentRounds
 from torch_powersgd.matrices import as_reals
 from torch_powersgd.options import Options
 from torch_powersgd.sparse import InFlight, Sparse
@@ -25,10 +24,6 @@ from torch_powersgd.targets import TensorsByName, shard_of
 
 Tensors = dict[str, torch.Tensor]
 List = list[torch.Tensor]
-
-MANY = 10  # rounds. Fewer may repeat much at the start of training.
-REPEATED = 0.5  # mean share of the residual that is kept
-CANCELED = 0.25  # mean agreement. Independent numbers have 1.
 
 
 @dataclass(frozen=True)
@@ -75,6 +70,7 @@ class Fragment:
 
     Attributes:
         kept: Share of the residual that the start holds.
+        recent: The latest compressed rounds.
     """
 
     def __init__(
@@ -91,7 +87,7 @@ class Fragment:
         self.compression = compress(target, options, group, density=density)
         self.attachment = self.compression.attachment
         self.kept = 0.0
-        self._lately: deque[float] = deque(maxlen=MANY)
+        self.recent = RecentRounds(sparse=density is not None)
         self._round: _Round | None = None
 
     @property
@@ -110,24 +106,6 @@ class Fragment:
         if self.sparse is not None:
             return self.sparse.nbytes
         return self.attachment.reducer.states.outline().bytes_after
-
-    @property
-    def trouble(self) -> str:
-        """What many rounds have shown of a model that learns slowly or wrongly, or nothing."""
-        if len(self._lately) < MANY:
-            return ""
-        mean = sum(self._lately) / MANY
-        if self.sparse is None and mean > REPEATED:
-            return (
-                "the local steps have mostly repeated what the factors had left out, so the model "
-                "learns slowly. Use a higher matrix_approximation_rank, or a smaller sync_every"
-            )
-        if self.sparse is not None and mean < CANCELED:
-            return (
-                "what the processes have sent has mostly canceled, as if their data were unlike, "
-                "so the model may end in the wrong place. Leave density out, to send factors"
-            )
-        return ""
 
     @property
     def in_flight(self) -> bool:
@@ -228,11 +206,10 @@ class Fragment:
         elif delivered == 0:
             if self.sparse is None:
                 self.kept = kept.share(measured, self.kept)
-                self._lately.append(self.kept)
+                self.recent.add(self.kept)
             else:
                 self.kept = kept.OF_SPARSE
-                if math.isfinite(measured):
-                    self._lately.append(measured)
+                self.recent.add(measured)
         residuals = self.attachment.residual_holder.residuals() if self.kept else []
         if starts := done.begun_at:  # The steps since then are kept.
             torch._foreach_sub_(parameters, starts)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torch_powersgd import log
 from torch_powersgd.local_steps.exact import Buffers
-from torch_powersgd.local_steps.fragment import MANY, Fragment, Tensors, reshard
+from torch_powersgd.local_steps.fragment import Fragment, Tensors, reshard
 from torch_powersgd.local_steps.schedule import Schedule
 from torch_powersgd.options import Options
 
@@ -125,9 +125,9 @@ class Rounds:
             )
         self.dropped += dropped
         self.rounds += 1
-        if fragment.trouble and not self._warned:
+        if fragment.recent.trouble and not self._warned:
             self._warned = True
-            log.of(self.group).warning(f"{self.kind}: in {MANY} rounds, {fragment.trouble}")
+            log.of(self.group).warning(f"{self.kind}: {fragment.recent.trouble}")
 
     def finish_all(self, averages: bool = False) -> None:
         """Ends the rounds in flight."""

@@ -7,6 +7,7 @@ the steps that were committed.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torchft.local_sgd import DiLoCo
 
 from support.ledger import TOLERANCE
+from support.log_records import LogRecords
 from support.on_ranks import all_agree, on_ranks
 from support.sparse import mean_of, sent_of
 from support.synthetic import COMPRESSED, SHAPES, gradients
@@ -124,6 +126,20 @@ def test_replicas_that_send_their_largest_changes_leave_and_join(rank: int) -> N
     assert "at a density of 16/256" in str(replica.compression)
     replica.compression.reset_stats()
     assert replica.compression.stats()["compressed_calls"] == 0
+
+
+@on_ranks(2, backend="gloo")
+def test_a_warning_once_where_the_largest_changes_cancel(rank: int) -> None:
+    sparse.BLOCK = sparse.PART
+    records = LogRecords(logging.WARNING)
+    _store, address = shared_store(rank)
+    replica = Replica(rank, "diloco", density=DENSITY)
+    replica.join(address, 1, [0, 1], new=[])
+    changes = gradients(SHAPES, 0, 0)
+    for rounds, sign, warnings in ((11, 1, 0), (30, 1 - 2 * rank, 1)):  # the first is exact
+        for _ in range(rounds):
+            replica.averages.average({name: sign * each for name, each in changes.items()})
+        assert len(records.matching("has mostly canceled")) == (warnings if rank == 0 else 0)
 
 
 def _check_sparse_round(

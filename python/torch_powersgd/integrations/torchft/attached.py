@@ -18,10 +18,12 @@ import torch.distributed as dist
 import torchft
 from torch.distributed.fsdp import FSDPModule
 
+from torch_powersgd import log
 from torch_powersgd._core import _C
 from torch_powersgd.attach import compress, make_reducer
 from torch_powersgd.integrations.torchft.sums import SparseSum, Sum
 from torch_powersgd.local_steps import kept
+from torch_powersgd.local_steps.recent_rounds import RecentRounds
 from torch_powersgd.targets import DdpTarget, FsdpTarget, Target, TensorsByName, shard_of
 from torch_powersgd.targets.fsdp_hooks import check_hooks, set_hooks
 from torch_powersgd.targets.fsdp_units import own_replicas
@@ -243,6 +245,7 @@ class AttachedFragment(Attached):
         self.kept = 0.0  # the share of the residual that the parameters hold
         self.before = 0.0  # the share during the round
         self.cosine = torch.tensor(torch.nan)  # between its changes and the residual
+        self.recent, self.warned = RecentRounds(sparse=density is not None), False
         _around_rounds(fragment, self.manager, self._keep, self._keep_nothing)
 
     def target(self) -> Target | None:
@@ -295,8 +298,15 @@ class AttachedFragment(Attached):
         if committed and self.sparse_sum is not None:
             self.sparse_sum.keep()
             self.kept = kept.OF_SPARSE
+            self.recent.add(self.sparse_sum.agreement.item())
         elif committed:
             self.kept = kept.share(self.cosine.item(), self.before)
+            if self.compression.attachment.sparse is None:
+                self.recent.add(self.kept)
+        if self.recent.trouble and not self.warned:
+            self.warned = True
+            fragment_of = f"the fragment of {self.names[0]!r}"
+            log.of(self.compression.group).warning(f"{fragment_of}: {self.recent.trouble}")
         if self.kept:
             parameters = [shard_of(p.detach()) for p in fragment._model_fragment.parameters()]
             kept.add(

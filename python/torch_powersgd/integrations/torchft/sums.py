@@ -22,6 +22,9 @@ class SparseSum(dist._Work):
         sparse: What averages them.
         changes: The changes.
         replicas: Number of replicas by which the manager divides the sums.
+
+    Attributes:
+        agreement: That of ``InFlight.receive``, once the sums are there.
     """
 
     def __init__(self, sparse: Sparse, changes: list[torch.Tensor], replicas: int) -> None:
@@ -35,7 +38,7 @@ class SparseSum(dist._Work):
 
     def _deliver(self, received: torch.futures.Future[Any]) -> None:
         received.value()  # raises the error of a work that failed
-        means, *_ = self._average.receive(self._replicas)
+        means, _, self.agreement = self._average.receive(self._replicas)
         self._finite = torch.stack([mean.isfinite().all() for mean in means])
         torch._foreach_mul_(means, self._replicas)
         torch._foreach_copy_(self._changes, means)
