@@ -40,13 +40,13 @@ _ERROR = re.compile(r"(Error|Exception): |what\(\):")
 _EXIT_SECONDS = 20  # for processes to end once their pipes are closed
 _GRACE_SECONDS = 5  # for the errors of the other processes once one has failed
 
+_preloaded = ["torch._dynamo", "torch.nn.parallel"]
+
 
 def preload(*modules: str) -> None:
     """Makes the server import these modules too, if it has not started yet."""
-    _context.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", *modules])
+    _preloaded.extend(modules)
 
-
-preload()
 
 # Keeps the groups until the process exits. Otherwise a callback of torch's hook may hold the last
 # reference to one: Gloo's own thread then destroys it, and aborts on joining itself.
@@ -126,6 +126,7 @@ class Ranks:
         self.folder = Path(tempfile.mkdtemp(prefix=f"{hosts.owner()}-"))
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
+        _context.set_forkserver_preload(_preloaded)  # one list for the whole process
         for number, namespace in enumerate(namespaces):
             pipe, far_end = _context.Pipe()
             rank = Rank(number, len(namespaces), self.folder, far_end)

@@ -28,11 +28,13 @@ Receiver = Connection
 # A server that has imported the modules forks the processes. A start then takes milliseconds, and
 # each test still gets fresh processes.
 context = multiprocessing.get_context("forkserver")
-_PRELOADED = [
-    # DDP imports torch._dynamo on first use, which takes seconds.
-    *("torch._dynamo", "torch.nn.parallel"),
-    *("torch_powersgd", "numpy", "pytest", "support.ranks"),
-]
+context.set_forkserver_preload(
+    [
+        # DDP imports torch._dynamo on first use, which takes seconds.
+        *("torch._dynamo", "torch.nn.parallel"),
+        *("torch_powersgd", "numpy", "pytest", "support.ranks"),
+    ]
+)
 
 # Seconds. Once a process has failed, the others may wait for it until they time out.
 _GRACE_AFTER_FAILURE = 10
@@ -106,8 +108,6 @@ def _run(
     grace: float,
 ) -> list[Outcome]:
     options = setup.options
-    # The server is one for all of Python, and a benchmark that is imported names other modules.
-    context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         processes, receivers = [], []
         for rank in range(world_size):
