@@ -139,6 +139,7 @@ TASKS = {
     **VARIANTS,
     "language-long": LANGUAGE.but("--steps 2000", note=", 2000 steps"),
     "language-muon": LANGUAGE.but("--lr 2e-3", optimizer=MUON),
+    "lstm-muon": LSTM.but("--lr 2e-2", optimizer=MUON),
     "digits-by-class": replace(
         DIGITS,
         trainer="convergence.digits_by_class.DigitsByClassTrainer",
@@ -187,7 +188,7 @@ STAGES = {
         "torchft+lr=0.8+momentum=0.3+matrix_approximation_rank=32+wire_dtype=int4:10",
     ),
     "local-muon": Stage(
-        ["language-muon"],
+        ["language-muon", "lstm-muon"],
         f"plain int8-wire:16,32 diloco+wire_dtype=int4:32 {_SPARSE} {_EXACT}",
     ),
     "local-long": Stage(
