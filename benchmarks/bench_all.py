@@ -143,7 +143,7 @@ PARTS = {
         Measurement("local_steps_4", 30, f"{_MORE} --ranks 4 --seeds 3 --tasks language lstm"),
         Measurement("local_steps_8", 10, f"{_MORE} --ranks 8 --seeds 1 --tasks language"),
         Measurement("local_steps_long", 55, f"{_LOSSES} --stages local-long --seeds 3"),
-        Measurement("local_steps_muon", 30, f"{_LOSSES} --stages local-muon --seeds 3"),
+        Measurement("local_steps_muon", 50, f"{_LOSSES} --stages local-muon --seeds 5"),
         Measurement("local_steps_unlike", 5, f"{_LOSSES} --stages local-unlike --seeds 3"),
         Measurement("width", 80, f"{_LOSSES} --stages width --seeds 2"),
         Measurement("shadow", 10, "bench_convergence.py shadow"),
