@@ -141,7 +141,7 @@ PARTS = {
         Measurement("convergence", 360, _LOSSES, picture=True),
         Measurement("local_steps", 65, f"{_LOSSES} --stages local", picture=True),
         Measurement("local_steps_4", 30, f"{_MORE} --ranks 4 --seeds 3 --tasks language lstm"),
-        Measurement("local_steps_8", 10, f"{_MORE} --ranks 8 --seeds 1 --tasks language"),
+        Measurement("local_steps_8", 30, f"{_MORE} --ranks 8 --seeds 3 --tasks language"),
         Measurement("local_steps_long", 55, f"{_LOSSES} --stages local-long --seeds 3"),
         Measurement("local_steps_muon", 50, f"{_LOSSES} --stages local-muon --seeds 5"),
         Measurement("local_steps_unlike", 5, f"{_LOSSES} --stages local-unlike --seeds 3"),
